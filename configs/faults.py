@@ -1,0 +1,67 @@
+"""The one shape in which anything is refused, on every floor."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that cannot be served.
+
+    key: the dotted key, or the name of the fact, that is at fault (`attention.per_role.self`).
+    value: the offending value as the user wrote it; None if the fault is not about a value.
+    rule: what was broken, as a clause (`head size 80 is not supported; it takes 64, 128`).
+    remedy: the way out, as an imperative clause (`use TORCH_SDPA, or leave it on auto`).
+    allowed: the values that would have been accepted, when they can be listed.
+    origin: where the value came from (`command line`, `my.yaml`, `environment`, `preset tiny-wan`, `default`).
+    """
+
+    key: str
+    value: Any
+    rule: str
+    remedy: str
+    allowed: tuple[str, ...] = ()
+    origin: str = ""
+
+    def __str__(self) -> str:
+        subject = self.key if self.value is None else f"{self.key}={self.value}"
+        origin = f" [{self.origin}]" if self.origin else ""
+        return f"{subject}: {self.rule}; {self.remedy}{origin}"
+
+
+class FaultError(Exception):
+    """A request that cannot be served, with every fault that was found.
+
+    It survives pickling: the exception is rebuilt from its faults, and its other attributes are put back.
+    """
+
+    exit_code = 2
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults: tuple[Fault, ...] = tuple(faults)
+        super().__init__(self.faults)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.faults,), dict(self.__dict__))
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> tuple[str, ...]:
+    """Up to `count` of `known` that look like `name`, best first; case does not matter."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.6)
+    return tuple(by_folded[match] for match in matches)
+
+
+def unknown_name_remedy(name: str, known: Sequence[str]) -> str:
+    """`did you mean X?`, or the list of all known names when nothing is near."""
+    close = nearest(name, known)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"use one of {', '.join(known)}"

@@ -1,0 +1,54 @@
+"""What an attention layer needs from its surroundings, handed over at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
+from configs.schema import AttentionConfig
+from parallel.events import Event
+from parallel.mesh import Mesh
+from parallel.transport.torch_dist import TorchTransport
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """mesh and transport of this rank, the catalog and configuration to choose from, and where events go.
+
+    dtype: of the activations, by name. emit: called on the rank's own thread with each event.
+    """
+
+    mesh: Mesh
+    transport: TorchTransport
+    registry: Registry
+    config: AttentionConfig
+    device: DeviceFacts
+    dtype: str
+    emit: Callable[[Event], None]
+
+
+_ambient: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    """Layers that are constructed inside take this context unless they are given one."""
+    token = _ambient.set(context)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
+
+
+def current_context() -> AttentionContext:
+    """The context of the enclosing `attention_context`. Raises LookupError outside of one."""
+    context = _ambient.get()
+    if context is None:
+        raise LookupError(
+            "no attention context: pass context=..., or construct inside `with attention_context(context):`"
+        )
+    return context

@@ -1,0 +1,37 @@
+"""What the driver and `explain` know of a model without loading it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.interface import Kind
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """The layers that share a role. category: what the role falls back to in the configuration. layers: how many
+    there are.
+    """
+
+    role: str
+    kind: Kind
+    category: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """patch: latent frames, rows and columns of one token."""
+
+    family: str
+    roles: tuple[RoleFacts, ...]
+    heads: int
+    patch: tuple[int, int, int]
+
+    def tokens(self, latent: tuple[int, int, int]) -> int:
+        """The sequence length of a latent of so many frames, rows and columns."""
+        frames, rows, columns = (size // patch for size, patch in zip(latent, self.patch, strict=True))
+        return frames * rows * columns

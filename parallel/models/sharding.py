@@ -1,0 +1,174 @@
+"""Sequence sharding of a diffusers transformer, read off its `_cp_plan`.
+
+diffusers says there which inputs a context-parallel run splits and where it gathers; its own splitter wants lengths
+that the ranks divide. The hooks here take the same places and any length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from backends.interface import Selection
+from parallel.agreement import ForwardFacts, agree, digest
+from parallel.attention import Attention
+from parallel.context import AttentionContext
+from parallel.events import Traffic
+from parallel.models.facts import ModelFacts
+from parallel.plan import ShardPlan, Strategy, plan_sequence
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class ShardedModel:
+    """A transformer whose forward runs on this rank's rows of the sequence.
+
+    plan: of the forward under way, None outside one. image_tokens: how many image keys stand before the text keys.
+    rows: how many rows this rank had in the last forward.
+    """
+
+    def __init__(self, name: str, model: torch.nn.Module, facts: ModelFacts, context: AttentionContext) -> None:
+        self.name = name
+        self.model = model
+        self.facts = facts
+        self.context = context
+        self.plan: ShardPlan | None = None
+        self.image_tokens = 0
+        self.rows = 0
+        self.forwards = 0
+        self.forwards_of_request = 0
+        self._selections = 0
+        self._planned_calls: Counter[str] = Counter()
+        self._planned_bytes: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """Register the hooks. Call once, after all attention layers are in place."""
+        chosen = {layer.selection for layer in self._attention_layers()}
+        self._selections = digest(sorted(f"{s.role}={s.backend}/{s.variant}/{s.class_path}" for s in chosen))
+        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
+        for path, entry in plan.items():
+            module = self.model.get_submodule(path)
+            if hasattr(entry, "gather_dim"):
+                module.register_forward_hook(self._gather_hook(entry))
+                continue
+            inputs = {key: spec for key, spec in entry.items() if not spec.split_output}
+            outputs = {key: spec for key, spec in entry.items() if spec.split_output}
+            if inputs:
+                module.register_forward_pre_hook(self._input_hook(module, inputs), with_kwargs=True)
+            if outputs:
+                module.register_forward_hook(self._output_hook(outputs))
+        embedder = getattr(self.model, "condition_embedder", None)
+        if embedder is not None:
+            embedder.register_forward_hook(self._note_image_tokens)
+        self.model.register_forward_hook(self._end, always_call=True)
+
+    def take_planned(self) -> tuple[Traffic, int]:
+        """The collectives that the plans of all forwards since the last call foresaw, and the number of those
+        forwards.
+        """
+        traffic = Traffic(dict(self._planned_calls), dict(self._planned_bytes))
+        forwards, self.forwards_of_request = self.forwards_of_request, 0
+        self._planned_calls.clear()
+        self._planned_bytes.clear()
+        return traffic, forwards
+
+    def selections(self) -> tuple[tuple[str, Selection, Strategy, int], ...]:
+        """(model, selection, strategy, layers) of every role, as resolved on this rank."""
+        counted = Counter((layer.selection, layer.strategy) for layer in self._attention_layers())
+        return tuple((self.name, selection, strategy, layers) for (selection, strategy), layers in counted.items())
+
+    def _attention_layers(self) -> list[Attention]:
+        processors = self.model.attn_processors.values()  # type: ignore[operator]
+        return [layer for p in processors for layer in (p.attention, p.image) if layer is not None]
+
+    def _begin(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        latent: torch.Tensor = bound.arguments["hidden_states"]
+        batch = latent.shape[0]
+        frames, rows, columns = latent.shape[-3:]
+        length = self.facts.tokens((frames, rows, columns))
+        mesh = self.context.mesh
+        self.forwards += 1
+        self.forwards_of_request += 1
+        dtype = digest([str(latent.dtype)])
+        agree(
+            ForwardFacts(self.forwards, digest([self.name]), batch, length, self.facts.heads, dtype, self._selections),
+            mesh,
+        )
+        self.plan = plan_sequence(length, self.facts.heads, mesh.world_size)
+        self.rows = len(self.plan.rows[mesh.rank])
+        if mesh.world_size > 1:
+            self._count_planned(self.plan, batch, latent.element_size())
+
+    def _count_planned(self, plan: ShardPlan, batch: int, element_size: int) -> None:
+        rank = self.context.mesh.rank
+        layers = sum(role.layers for role in self.facts.roles if role.kind == "self")
+        head_size = self.facts.roles[0].head_size
+        sent = plan.scatter_heads(rank).sends, plan.gather_heads(rank).sends
+        for verb, counts in zip(("scatter_heads", "gather_heads"), sent, strict=True):
+            away = sum(counts) - counts[rank]
+            self._planned_calls[verb] += layers
+            self._planned_bytes[verb] += layers * away * batch * head_size * element_size
+        width = self.model.proj_out.out_features  # type: ignore[union-attr]
+        self._planned_calls["gather_rows"] += 1
+        self._planned_bytes["gather_rows"] += plan.sent_rows(rank) * batch * int(width) * element_size  # type: ignore[arg-type]
+
+    def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
+        self.plan = None
+
+    def _note_image_tokens(self, module: torch.nn.Module, args: Args, output: tuple[Any, ...]) -> None:
+        image = output[3]
+        self.image_tokens = 0 if image is None else int(image.shape[1])
+
+    def _input_hook(self, module: torch.nn.Module, specs: Mapping[str, Any]) -> Callable[..., tuple[Args, Kwargs]]:
+        positions = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
+
+        def shard_inputs(_: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            positional = list(args)
+            for name, spec in specs.items():
+                if name in kwargs:
+                    kwargs = {**kwargs, name: self._shard(kwargs[name], spec)}
+                elif positions[name] < len(positional):
+                    positional[positions[name]] = self._shard(positional[positions[name]], spec)
+            return tuple(positional), kwargs
+
+        return shard_inputs
+
+    def _output_hook(self, specs: Mapping[int, Any]) -> Callable[..., Any]:
+        def shard_outputs(_: torch.nn.Module, args: Args, output: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                return self._shard(output, specs[0])
+            return tuple(self._shard(item, specs[i]) if i in specs else item for i, item in enumerate(output))
+
+        return shard_outputs
+
+    def _gather_hook(self, spec: Any) -> Callable[..., Any]:
+        def gather_output(_: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+            if self.context.mesh.world_size == 1:
+                return output
+            return self.context.transport.gather_rows(output, self._current_plan())
+
+        if spec.gather_dim != 1 or spec.expected_dims != 3:
+            raise ValueError(f"{self.name}: an output that is gathered is [B, S, C]; the model's plan says {spec}")
+        return gather_output
+
+    def _shard(self, tensor: Any, spec: Any) -> Any:
+        """This rank's rows of a tensor. One with another number of dimensions has no sequence and stays as it is."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != spec.expected_dims:
+            return tensor
+        plan = self._current_plan()
+        if tensor.shape[spec.split_dim] != plan.length:
+            raise ValueError(f"{self.name}: a tensor {tuple(tensor.shape)} is to be split into {plan.length} rows")
+        rows = plan.rows[self.context.mesh.rank]
+        return tensor.narrow(spec.split_dim, rows.start, len(rows))
+
+    def _current_plan(self) -> ShardPlan:
+        if self.plan is None:
+            raise RuntimeError(f"{self.name}: its blocks were called outside the model's own forward")
+        return self.plan

@@ -1,0 +1,75 @@
+"""Wan 2.1 and 2.2 (diffusers' WanTransformer3DModel): video self-attention, text cross-attention, image
+cross-attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from configs.faults import Fault, FaultError
+from parallel.models.facts import ModelFacts, RoleFacts
+
+if TYPE_CHECKING:
+    from parallel.context import AttentionContext
+    from parallel.models.sharding import ShardedModel
+
+SELF = "self"
+CROSS = "cross"
+CROSS_IMAGE = "cross.image"
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """Roles, heads and patch of a WanTransformer3DModel from its config.json. Raises FaultError for fields that are
+    missing.
+    """
+    try:
+        heads, head_size = int(config["num_attention_heads"]), int(config["attention_head_dim"])
+        layers = int(config["num_layers"])
+        frames, rows, columns = (int(size) for size in config["patch_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        rule = f"the transformer's config.json cannot be read: {error!r}"
+        raise FaultError([Fault("model.path", None, rule, "give a folder that diffusers saved")]) from error
+    names = [(SELF, "self"), (CROSS, "cross")]
+    if config.get("added_kv_proj_dim") is not None:  # image-to-video 2.1: keys of the first frame's CLIP embedding
+        names.append((CROSS_IMAGE, "cross"))
+    roles = tuple(
+        RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size)
+        for role, kind in names
+    )
+    return ModelFacts("wan", roles, heads, (frames, rows, columns))
+
+
+def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:
+    """Put this runtime's attention into a loaded WanTransformer3DModel and shard its sequence over the mesh.
+
+    The model keeps its own forward: it takes and returns whole latents on every rank, and each rank computes its
+    rows. name: of the model in reports (`transformer`, `transformer_2`). Raises FaultError if no backend serves a role.
+    """
+    from parallel.attention import Attention
+    from parallel.models.sharding import ShardedModel
+    from parallel.models.wan_processor import WanAttentionProcessor
+
+    facts = describe(model.config)
+    sharded = ShardedModel(name, model, facts, context)
+
+    def layer(role: RoleFacts, path: str) -> Attention:
+        return Attention(
+            role.heads,
+            role.head_size,
+            role=role.role,
+            kind=role.kind,
+            role_category=role.category,
+            context=context,
+            name=path,
+            model=name,
+        )
+
+    by_role = {role.role: role for role in facts.roles}
+    for index, block in enumerate(model.blocks):
+        self_path, cross_path = f"blocks.{index}.attn1", f"blocks.{index}.attn2"
+        block.attn1.set_processor(WanAttentionProcessor(layer(by_role[SELF], self_path), sharded))
+        image = layer(by_role[CROSS_IMAGE], f"{cross_path}.image") if CROSS_IMAGE in by_role else None
+        block.attn2.set_processor(WanAttentionProcessor(layer(by_role[CROSS], cross_path), sharded, image))
+    sharded.install()
+    return sharded

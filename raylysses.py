@@ -1,0 +1,41 @@
+"""The public names of Raylysses, looked up when first used: importing this module imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Attention": "parallel.attention",
+    "AttentionBackend": "backends.interface",
+    "AttentionConfig": "configs.schema",
+    "AttentionContext": "parallel.context",
+    "AttentionImpl": "backends.interface",
+    "AttentionMetadata": "backends.interface",
+    "AttentionSpec": "configs.schema",
+    "DiffusionAttentionBackendEnum": "backends.registry",
+    "Fault": "configs.faults",
+    "FaultError": "configs.faults",
+    "Generation": "runtime.requests",
+    "Observer": "runtime.session",
+    "Registry": "backends.registry",
+    "Request": "runtime.requests",
+    "RunConfig": "configs.schema",
+    "Session": "runtime.session",
+    "attention_context": "parallel.context",
+    "compose": "configs.compose",
+    "get_attn_backend_for_role": "backends.selector",
+    "request_of": "runtime.requests",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

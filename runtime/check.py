@@ -1,0 +1,136 @@
+"""Everything that can be refused before an actor starts: configuration, model folder, request and selections; all
+faults at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+from backends.interface import Selection
+from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
+from backends.selector import select
+from configs.faults import Fault, FaultError, unknown_name_remedy
+from configs.schema import AUTO, AttentionConfig, RunConfig
+from parallel.plan import Strategy, head_fault
+from parallel.planner import requirements_of
+from runtime.model_folder import FolderFacts
+from runtime.requests import Request
+
+DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class RoleSelection:
+    """What a role of a model gets, and over how many layers."""
+
+    model: str
+    selection: Selection
+    strategy: Strategy
+    layers: int
+
+
+def settle_dtype(config: RunConfig, platform: str) -> str:
+    return DEFAULT_DTYPE[platform] if config.run.dtype == AUTO else config.run.dtype
+
+
+def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
+    """Roles that the model does not have, and backends that nobody registered."""
+    roles = {role.role for model in folder.models.values() for role in model.roles}
+    categories = {role.category for model in folder.models.values() for role in model.roles}
+    parents = {role.rsplit(".", depth)[0] for role in roles for depth in range(1, role.count(".") + 1)}
+    known = tuple(sorted(roles | categories | parents))
+    found = []
+    for role, spec in config.per_role.items():
+        key = f"attention.per_role.{role}"
+        if role not in known:
+            rule = f"the model has no role {role!r}; its roles are {', '.join(sorted(roles))}"
+            remedy = unknown_name_remedy(role, known)
+            found.append(Fault(key, spec.backend, rule, remedy, known, config.origins.get(key, "")))
+        found += _backend_name_faults(key, spec.backend, config, registry)
+    if config.default is not None:
+        found += _backend_name_faults("attention.default", config.default.backend, config, registry)
+    return found
+
+
+def _backend_name_faults(key: str, name: str, config: AttentionConfig, registry: Registry) -> list[Fault]:
+    if name == AUTO or name in registry.names():
+        return []
+    known = (AUTO, *registry.names())
+    remedy = unknown_name_remedy(name, known)
+    return [Fault(key, name, "no backend has that name", remedy, known, config.origins.get(key, ""))]
+
+
+def request_faults(request: Request, folder: FolderFacts) -> list[Fault]:
+    """Sizes that the model would have to round, and an image where none is taken or where one is missing."""
+    found = []
+    patch = next(iter(folder.models.values())).patch
+    if (request.frames - 1) % folder.temporal:
+        below = (request.frames - 1) // folder.temporal * folder.temporal + 1
+        rule = f"a video has {folder.temporal}n + 1 frames"
+        found.append(Fault("generate.frames", request.frames, rule, f"use {below} or {below + folder.temporal}"))
+    for name, size, unit in (("height", request.height, patch[1]), ("width", request.width, patch[2])):
+        step = lcm(folder.spatial * unit, 16)
+        if size % step:
+            below = max(size // step * step, step)
+            rule = f"it must be a multiple of {step}"
+            found.append(Fault(f"generate.{name}", size, rule, f"use {below} or {below + step}"))
+    if folder.takes_image and request.image is None:
+        rule = f"the model ({folder.pipeline}) starts from an image"
+        found.append(Fault("generate.image", None, rule, "add generate.image=FILE"))
+    if request.image is not None and not folder.takes_image:
+        rule = f"the model ({folder.pipeline}) takes no image"
+        found.append(Fault("generate.image", "...", rule, "leave it out, or give an image-to-video folder"))
+    return found
+
+
+def read_image(config: RunConfig) -> tuple[bytes | None, list[Fault]]:
+    """The bytes of `generate.image`, checked to be an image that can be opened."""
+    path = config.generate.image
+    if path is None:
+        return None, []
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            picture.verify()
+        return Path(path).read_bytes(), []
+    except UnidentifiedImageError:
+        return None, [Fault("generate.image", path, "it is not an image that can be read", "give a PNG or JPEG file")]
+    except OSError as error:
+        rule = f"it cannot be read ({error.strerror or error})"
+        return None, [Fault("generate.image", path, rule, "give the path of an image file")]
+
+
+def world_size_faults(world_size: int, folder: FolderFacts) -> list[Fault]:
+    faults = [head_fault(model.heads, world_size) for model in folder.models.values()]
+    return list(dict.fromkeys(fault for fault in faults if fault is not None))
+
+
+def select_roles(
+    config: AttentionConfig, folder: FolderFacts, device: DeviceFacts, dtype: str, world_size: int, registry: Registry
+) -> tuple[list[RoleSelection], list[Fault]]:
+    """What every role of every model gets on a device, and the faults of those that get nothing."""
+    selected: list[RoleSelection] = []
+    faults: list[Fault] = []
+    for model, facts in folder.models.items():
+        for role in facts.roles:
+            try:
+                strategy, required = requirements_of(
+                    role.kind, role.heads, role.kv_heads, role.head_size, dtype, world_size
+                )
+                selection = select(role.role, required, device, config, registry, category=role.category)
+            except FaultError as error:
+                faults += [fault for fault in error.faults if fault not in faults]
+                continue
+            selected.append(RoleSelection(model, selection, strategy, role.layers))
+    return selected, faults
+
+
+def raise_if_any(faults: Iterable[Fault]) -> None:
+    found = tuple(faults)
+    if found:
+        raise FaultError(found)

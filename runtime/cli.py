@@ -1,0 +1,143 @@
+"""The command line: `raylysses generate` and `raylysses explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from configs.compose import compose
+from configs.faults import FaultError, nearest
+from configs.overrides import quote
+from configs.schema import RunConfig
+
+INTERRUPTED = 130
+
+
+class Commands(click.Group):
+    """A group that answers a misspelled command with the nearest right one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = nearest(name, self.commands)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(self.commands)}"
+            raise click.UsageError(f"command={name}: there is no such command; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _configuration_options(command: Any) -> Any:
+    command = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(command)
+    return click.option("--config", type=click.Path(path_type=Path), help="A YAML file of settings.")(command)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raylysses")
+def cli() -> None:
+    """Sequence-parallel attention over Ray ranks, for video diffusion transformers.
+
+    Example: raylysses generate --prompt "a red circle moving right" parallel.world_size=2
+    """
+
+
+@cli.command("generate")
+@click.option("--prompt", help="What to make; the same as generate.prompt=...")
+@_configuration_options
+def generate_command(prompt: str | None, config: Path | None, overrides: tuple[str, ...]) -> None:
+    """Generate a video, and a run folder that says what every rank selected.
+
+    OVERRIDES are settings such as parallel.world_size=2 or attention.per_role.cross=TORCH_SDPA; they win over --config.
+
+    \b
+    Example:
+      raylysses generate --prompt "a red circle moving right" \\
+          parallel.world_size=2 attention.per_role.cross=TORCH_SDPA run.seed=7 --config my.yaml
+    """
+    from runtime.generate import generate
+
+    arguments = [*overrides, *([] if prompt is None else [f"generate.prompt={quote(prompt)}"])]
+    folder = generate(_compose(arguments, config))
+    click.echo(f"\nThe run is in {folder}")
+    for name in ("video.mp4", "frames.png", "latents.safetensors", "selection.json"):
+        if (folder / name).exists():
+            click.echo(f"  {name}")
+
+
+@cli.command("explain")
+@click.option(
+    "--device", default="here", help="here, cpu, or a compute capability such as cuda:9.0.", show_default=True
+)
+@click.option("--packages", default="here", help="here, all, or NAME=VERSION,...", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/selection.schema.json).")
+@_configuration_options
+def explain_command(device: str, packages: str, as_json: bool, config: Path | None, overrides: tuple[str, ...]) -> None:
+    """Say which backend each attention role would get, and why the others were passed over.
+
+    Needs no GPU, no weights and no cluster: --device and --packages state a machine that is not here.
+
+    \b
+    Example:
+      raylysses explain attention.per_role.self=FLASH_ATTN --device cuda:9.0 --packages all
+    """
+    from runtime.explain import explain
+    from runtime.progress import print_faults, print_selection
+
+    has_prompt = any(override.startswith("generate.prompt=") for override in overrides)
+    unused_prompt = [] if has_prompt else ["generate.prompt='-'"]
+    answer = explain(_compose([*overrides, *unused_prompt], config), device, packages)
+    if as_json:
+        click.echo(json.dumps(answer.to_dict(), indent=2))
+    else:
+        for name, text in answer.assumed.items():
+            click.echo(f"{name + ':':<10} {text}")
+        click.echo()
+        print_selection(answer.report, sys.stdout)
+    if answer.faults:
+        if not as_json:
+            print_faults(answer.faults, sys.stderr)
+        raise SystemExit(FaultError.exit_code)
+
+
+def _compose(arguments: Sequence[str], file: Path | None) -> RunConfig:
+    config, faults = compose(arguments, file=file)
+    if config is None or faults:
+        raise FaultError(faults)
+    return config
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; returns its exit code. Only our own bugs leave a traceback."""
+    from runtime.errors import DisagreementError, RankError, StallError, TerminatedError
+    from runtime.progress import print_faults
+
+    try:
+        cli.main(list(arguments), prog_name="raylysses", standalone_mode=False)
+    except FaultError as error:
+        print_faults(error.faults, sys.stderr)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return FaultError.exit_code
+    except click.UsageError as error:
+        fault_text = error.format_message()
+        print(f"error: {fault_text}", file=sys.stderr)
+        print(f"Try: {error.ctx.command_path if error.ctx else 'raylysses'} --help", file=sys.stderr)
+        return FaultError.exit_code
+    except (RankError, DisagreementError, StallError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except TerminatedError as error:
+        print(f"error: stopped by signal {error.signum}; the ranks were stopped", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("error: interrupted; the ranks were stopped", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0

@@ -1,0 +1,106 @@
+"""What can go wrong once a run has started; exit codes as in the documentation. All of it survives pickling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.faults import FaultError
+
+
+class PlacementError(FaultError):
+    """The ranks' resources are not there, or do not become free in time."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs. gpu: the physical id, or empty on CPU. ordinal: its index among the process's visible
+    devices.
+    """
+
+    rank: int
+    node_id: str
+    host: str
+    hostname: str
+    pid: int
+    gpu: str = ""
+    ordinal: int = 0
+
+    def __str__(self) -> str:
+        gpu = f", GPU {self.gpu}" if self.gpu else ""
+        return f"rank {self.rank} on {self.hostname} ({self.host}{gpu}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class RankTrouble:
+    """What became of one rank. kind: died, raised, or disconnected (it lost a peer). traceback: of what it raised."""
+
+    place: RankPlace
+    kind: str
+    phase: str
+    message: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.kind} in phase {self.phase}: {self.message}"
+
+
+class RankError(Exception):
+    """A rank died or raised. trouble: the root cause; consequences: what that did to other ranks."""
+
+    exit_code = 4
+
+    def __init__(self, trouble: RankTrouble, consequences: tuple[RankTrouble, ...] = ()) -> None:
+        self.trouble = trouble
+        self.consequences = consequences
+        super().__init__(trouble, consequences)
+
+    def __str__(self) -> str:
+        rest = "".join(f"\n  then {trouble}" for trouble in self.consequences)
+        return f"{self.trouble}; the other ranks were stopped{rest}"
+
+
+class DisagreementError(Exception):
+    """Ranks that chose differently; both sides are in the message."""
+
+    exit_code = 4
+
+    def __init__(self, lines: tuple[str, ...]) -> None:
+        self.lines = lines
+        super().__init__(lines)
+
+    def __str__(self) -> str:
+        listed = "\n  ".join(self.lines)
+        way_out = "give all nodes the same packages, or name one backend for the role"
+        return f"the ranks' selections differ; {way_out}:\n  {listed}"
+
+
+class StallError(Exception):
+    """No rank reported anything for too long. last: what each rank was doing."""
+
+    exit_code = 5
+
+    def __init__(self, timeout_s: float, last: tuple[str, ...]) -> None:
+        self.timeout_s = timeout_s
+        self.last = last
+        super().__init__(timeout_s, last)
+
+    def __str__(self) -> str:
+        listed = "\n  ".join(self.last)
+        return (
+            f"cluster.stall_timeout_s={self.timeout_s:g}: no rank reported anything for so long; raise it if a load or "
+            f"a step takes longer here. Last seen:\n  {listed}"
+        )
+
+
+class TerminatedError(Exception):
+    """A signal asked the run to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(signum)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum

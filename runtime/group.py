@@ -1,0 +1,117 @@
+"""The ranks of one run: reserved, started, checked, ordered, set up, driven, and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from configs.faults import Fault, FaultError
+from configs.schema import ClusterConfig
+from runtime import ray_api
+from runtime.errors import DisagreementError, PlacementError, RankError, RankPlace
+from runtime.placement import fits_one_node, order_ranks
+from runtime.setup import RankSpec, Wired, disagreements
+from runtime.source import ROOT, differing_sources, own_sources
+from runtime.supervisor import OnEvent, Supervisor, trouble
+
+UNPLACED = "not yet known"
+
+
+class RankGroup:
+    """Processes for `world_size` ranks on a platform, in rank order: the driver's node first, GPUs by number.
+
+    Raises PlacementError if the resources do not become free or a process does not answer in time, FaultError if a node
+    would run other code than the driver's, RankError if a process is lost. `close` may be called at any time.
+    """
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self._cluster = cluster
+        self._placement: ray_api.Placement | None = None
+        self._actors: list[ray_api.Actor] = []
+        self.places: tuple[RankPlace, ...] = ()
+
+    def place(self, world_size: int, platform: str, nodes: Sequence[ray_api.Node]) -> None:
+        """Reserve a bundle for each rank and start its process; sets `places`."""
+        timeout = self._cluster.start_timeout_s
+        one_node = fits_one_node(world_size, platform, nodes)
+        self._placement = ray_api.Placement(world_size, gpus_per_rank=int(platform == "cuda"), one_node=one_node)
+        if not self._placement.wait(timeout):
+            rule = f"the cluster's resources were taken for {timeout:g} s"
+            remedy = "wait for other runs to end, use fewer ranks, or raise cluster.start_timeout_s"
+            raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
+        self._actors = [self._placement.start_actor(bundle) for bundle in range(world_size)]
+        unplaced = [RankPlace(rank, "", UNPLACED, UNPLACED, 0) for rank in range(world_size)]
+        answers = self._answers([actor.identify(str(ROOT)) for actor in self._actors], unplaced)
+        for answer in answers:
+            require_same_sources(answer["sources"], answer["host"])
+        order, self.places = order_ranks(answers, ray_api.driver_node())
+        self._actors = [self._actors[index] for index in order]
+
+    def create(self, worker: str) -> None:
+        """Import what the ranks need, on all at once, and make the objects that do their work."""
+        self._answers([actor.create(worker) for actor in self._actors], self.places)
+
+    def open_store(self) -> tuple[str, int]:
+        """Host and port of the store that the first rank keeps, where the group meets."""
+        host = self.places[0].host
+        (port,) = self._answers([self._actors[0].call("open_store", host)], self.places[:1])
+        return host, port
+
+    def set_up(self, specs: Sequence[RankSpec], on_event: OnEvent) -> None:
+        """Load and wire the model on every rank. Raises DisagreementError if ranks resolved a role differently."""
+        wired: dict[int, Wired] = {}
+
+        def sort_out(rank: int, event: Any) -> None:
+            if isinstance(event, Wired):
+                wired[rank] = event
+            else:
+                on_event(rank, event)
+
+        self.drive("setup", [(spec,) for spec in specs], sort_out)
+        lines = disagreements(wired, self.places)
+        if lines:
+            raise DisagreementError(lines)
+
+    def drive(self, method: str, arguments: Sequence[tuple[Any, ...]], on_event: OnEvent) -> None:
+        """Run a streaming method on every rank to its end. Raises RankError and StallError (see `Supervisor`)."""
+        streams = [actor.stream(method, *args) for actor, args in zip(self._actors, arguments, strict=True)]
+        Supervisor(self.places, on_event, self._cluster.stall_timeout_s).drive(streams)
+
+    def close(self) -> None:
+        """Kill the processes and give the resources back."""
+        for actor in self._actors:
+            actor.kill()
+        self._actors = []
+        if self._placement is not None:
+            self._placement.remove()
+            self._placement = None
+
+    def _answers(self, references: Sequence[Any], places: Sequence[RankPlace]) -> list[Any]:
+        timeout = self._cluster.start_timeout_s
+        answers = []
+        for place, reference in zip(places, references, strict=True):
+            outcome = ray_api.result(reference, timeout)
+            if outcome is None:
+                rule = f"its process did not answer within {timeout:g} s"
+                remedy = "raise cluster.start_timeout_s, or look at the node's load"
+                raise PlacementError([Fault(f"rank {place.rank}", None, rule, remedy)])
+            if not isinstance(outcome, ray_api.Yielded):
+                raise RankError(trouble(place, "start", outcome))
+            answers.append(outcome.value)
+        return answers
+
+
+def require_same_sources(found: ray_api.Sources, host: str) -> None:
+    """Raises FaultError if an import on a node would find other code than the driver's."""
+    faults = [_source_fault(name, found[name], host) for name in differing_sources(own_sources(), found)]
+    if faults:
+        raise FaultError(faults)
+
+
+def _source_fault(name: str, source: tuple[str, str] | None, host: str) -> Fault:
+    where = None if source is None else source[0]
+    rule = (
+        f"{host} cannot import it" if where is None else f"an import of it on {host} finds other code than the driver's"
+    )
+    remedy = "run from a directory without a package of that name, and with the same Raylysses on every node"
+    return Fault(f"package {name}", where, rule, remedy)

@@ -1,0 +1,113 @@
+"""From a configuration and a cluster to what the ranks will be: the platform, how many, in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.platforms.facts import DeviceFacts, installed, local_device, local_gpus
+from backends.registry import Registry
+from configs.faults import Fault, FaultError
+from configs.schema import AUTO, RunConfig
+from runtime import ray_api
+from runtime.check import name_faults, raise_if_any, request_faults, select_roles, settle_dtype, world_size_faults
+from runtime.errors import PlacementError
+from runtime.group import require_same_sources
+from runtime.model_folder import FolderFacts, read_folder
+from runtime.placement import choose_world_size, feasibility_fault
+from runtime.requests import Request
+from runtime.source import ROOT, own_sources, shadow_message, shadows
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run stands on. device: of the ranks, as far as the driver can know it."""
+
+    device: DeviceFacts
+    world_size: int
+    dtype: str
+    nodes: tuple[ray_api.Node, ...]
+
+
+def is_local(config: RunConfig) -> bool:
+    """True if the run starts a cluster of its own, on this node."""
+    return config.cluster.address == "local" and not ray_api.inside_job()
+
+
+def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: Registry) -> FolderFacts:
+    """Everything that needs neither a cluster nor torch to be refused, at once. Raises FaultError, PlacementError."""
+    shadowing = shadows(Path.cwd())
+    if shadowing:
+        raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
+    folder = read_folder(config.model.path)
+    faults = name_faults(config.attention, folder, registry)
+    faults += [fault for request in requests for fault in request_faults(request, folder)]
+    if config.parallel.world_size is not None:
+        faults += world_size_faults(config.parallel.world_size, folder)
+    raise_if_any(faults)
+    if is_local(config):
+        raise_if_any(_local_faults(config, folder, registry))
+    return folder
+
+
+def _local_faults(config: RunConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
+    """The faults of the selections on this node's own device, which a local cluster's ranks will have."""
+    device = _local_device(config.run.device, registry)
+    world_size = config.parallel.world_size or 1
+    if device.platform == "cuda" and world_size > len(local_gpus()):
+        rule = f"this node has {len(local_gpus())} GPUs, and a rank takes a whole one"
+        remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
+        raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
+    dtype = settle_dtype(config, device.platform)
+    return select_roles(config.attention, folder, device, dtype, world_size, registry)[1]
+
+
+def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground:
+    """What the connected cluster gives the run. Raises PlacementError for what it lacks, FaultError for what cannot
+    be served on it.
+    """
+    nodes = ray_api.nodes()
+    device = _local_device(config.run.device, registry) if is_local(config) else _probe(config, nodes, registry)
+    platform = device.platform
+    free_gpus = int(ray_api.free("GPU")) if platform == "cuda" else 0
+    world_size = choose_world_size(config, platform, folder.heads, free_gpus)
+    fault = feasibility_fault(world_size, platform, nodes)
+    if fault is not None:
+        raise PlacementError([fault])
+    dtype = settle_dtype(config, platform)
+    raise_if_any(world_size_faults(world_size, folder))
+    raise_if_any(select_roles(config.attention, folder, device, dtype, world_size, registry)[1])
+    return Ground(device, world_size, dtype, nodes)
+
+
+def _local_device(wanted: str, registry: Registry) -> DeviceFacts:
+    return local_device(local_platform(wanted), registry.distributions())
+
+
+def local_platform(wanted: str) -> str:
+    """The platform of this node's ranks: what is wanted, or `cuda` if there is a GPU and torch is built for it."""
+    if wanted != AUTO:
+        return wanted
+    torch_is_cpu_build = installed(["torch"]).get("torch", "").endswith("+cpu")
+    return "cuda" if not torch_is_cpu_build and local_gpus() else "cpu"
+
+
+def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry) -> DeviceFacts:
+    """The device of the first node that has what is wanted; each rank resolves again on its own facts."""
+    wanted = config.run.device
+    with_gpu = [node for node in nodes if node.gpus >= 1]
+    platform = ("cuda" if with_gpu else "cpu") if wanted == AUTO else wanted
+    if platform == "cpu":
+        return local_device("cpu", registry.distributions())
+    if not with_gpu:
+        rule = "no node of the cluster has a GPU"
+        raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu")])
+    host, timeout = with_gpu[0].host, config.cluster.start_timeout_s
+    answer = ray_api.probe_node(with_gpu[0].node_id, registry.distributions(), own_sources(), str(ROOT), timeout)
+    require_same_sources(answer["sources"], host)
+    if not answer["gpus"]:
+        rule = f"the node {host} offers GPUs, and nvidia-smi sees none there"
+        raise PlacementError([Fault("run.device", wanted, rule, "mend the driver, or use run.device=cpu")])
+    name, capability, memory = answer["gpus"][0]
+    return DeviceFacts("cuda", capability, name, memory, answer["packages"])

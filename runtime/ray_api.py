@@ -1,0 +1,229 @@
+"""Every call to Ray, typed. Nothing else in the project imports it, but the actor itself."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.cloudpickle
+import ray.exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from runtime import bootstrap
+
+# Ray narrows CUDA_VISIBLE_DEVICES to the actor's own GPU unless told not to; peer access and symmetric memory need
+# all of them.
+KEEP_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """node_id, address and resources (all of them, busy or not) of a node that is alive."""
+
+    node_id: str
+    host: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Died:
+    """A rank's process ended, or its node was lost."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank's method raised. cause: the exception itself. traceback: as text."""
+
+    cause: BaseException
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's stream is complete."""
+
+
+@dataclass(frozen=True)
+class Yielded:
+    value: Any
+
+
+Item = Yielded | Ended | Raised | Died
+
+
+def inside_job() -> bool:
+    """True in the driver of a submitted Ray job: its cluster is given by Ray."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def connect(address: str, cpus: int) -> bool:
+    """Join or start a cluster; True if it was started here and is ours to stop. Raises ConnectionError if it cannot
+    be joined.
+    """
+    if ray.is_initialized():
+        return False
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
+    if inside_job():
+        ray.init(**quiet)
+        return False
+    if address != "local":
+        ray.init(address=address, **quiet)
+        return False
+    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
+    return True
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started here is stopped with all its processes."""
+    ray.shutdown()
+
+
+def nodes() -> tuple[Node, ...]:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return tuple(
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+        )
+        for node in alive
+    )
+
+
+def driver_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def free(resource: str) -> float:
+    """How much of `CPU` or `GPU` no one holds, over all nodes."""
+    return float(ray.available_resources().get(resource, 0.0))
+
+
+Sources = dict[str, tuple[str, str] | None]
+
+
+def probe_node(
+    node_id: str, distributions: tuple[str, ...], sources: Sources, root: str, timeout_s: float
+) -> dict[str, Any]:
+    """The GPUs and packages of a node, by a task that takes no resources there (see `runtime.bootstrap.probe`)."""
+    _send_by_value()
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    task = ray.remote(bootstrap.probe).options(num_cpus=0, num_gpus=0, scheduling_strategy=strategy)
+    answer: dict[str, Any] = ray.get(task.remote(distributions, sources, root), timeout=timeout_s)
+    return answer
+
+
+class Placement:
+    """The reserved resources of all ranks: one bundle each."""
+
+    def __init__(self, ranks: int, *, gpus_per_rank: int, one_node: bool) -> None:
+        bundle = {"CPU": 1.0} | ({"GPU": float(gpus_per_rank)} if gpus_per_rank else {})
+        self._gpus = gpus_per_rank
+        self._group = placement_group([bundle] * ranks, strategy="STRICT_PACK" if one_node else "PACK")
+
+    def wait(self, timeout_s: float) -> bool:
+        """True as soon as all bundles are reserved; False if they are not within `timeout_s`."""
+        return bool(self._group.wait(timeout_s))
+
+    def start_actor(self, bundle: int) -> Actor:
+        _send_by_value()
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "num_gpus": self._gpus,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if self._gpus:
+            options["runtime_env"] = {"env_vars": KEEP_DEVICES_VISIBLE}
+        return Actor(ray.remote(bootstrap.RankActor).options(**options).remote())
+
+    def remove(self) -> None:
+        remove_placement_group(self._group)
+
+
+class Actor:
+    """The handle of a rank's process; the process ends when it is killed, or with its placement."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def identify(self, root: str) -> Any:
+        return self._handle.identify.remote(root)
+
+    def create(self, path: str) -> Any:
+        return self._handle.create.remote(path)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Start a method; wait for its result with `results`."""
+        return self._handle.call.remote(method, *arguments)
+
+    def stream(self, method: str, *arguments: Any) -> Stream:
+        return Stream(self._handle.stream.options(num_returns="streaming").remote(method, *arguments))
+
+    def kill(self) -> None:
+        ray.kill(self._handle)
+
+
+class Stream:
+    """The values that a rank's method yields, in order."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def take(self) -> Item:
+        """The next item; call when `ready` has named the stream."""
+        try:
+            return Yielded(ray.get(next(self.generator)))
+        except StopIteration:
+            return Ended()
+        except ray.exceptions.RayError as error:
+            return trouble_of(error)
+
+
+def trouble_of(error: ray.exceptions.RayError) -> Raised | Died:
+    """What an error of a remote call says about its rank."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        return Raised(cause, str(error))
+    return Died(str(error).strip())
+
+
+def ready(streams: Sequence[Stream], timeout_s: float) -> list[Stream]:
+    """The streams that have an item, an end or an error; empty after `timeout_s` seconds without one."""
+    by_generator = {stream.generator: stream for stream in streams}
+    done, _ = ray.wait(list(by_generator), num_returns=1, timeout=timeout_s, fetch_local=True)
+    return [by_generator[generator] for generator in done]
+
+
+def result(reference: Any, timeout_s: float) -> Yielded | Raised | Died | None:
+    """The outcome of a started call; None if it has not come within `timeout_s` seconds."""
+    try:
+        return Yielded(ray.get(reference, timeout=timeout_s))
+    except ray.exceptions.GetTimeoutError:
+        return None
+    except ray.exceptions.RayError as error:
+        return trouble_of(error)
+
+
+def kill_all(actors: Iterable[Actor]) -> None:
+    for actor in actors:
+        actor.kill()
+
+
+def _send_by_value() -> None:
+    """Workers get the actor's code with the call: they must not import it from what may be another project's
+    `runtime`.
+    """
+    ray.cloudpickle.register_pickle_by_value(importlib.import_module(bootstrap.__name__))

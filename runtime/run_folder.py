@@ -1,0 +1,215 @@
+"""The folder that a run leaves behind. This is its only writer, and it runs in the driver only.
+
+What is read as a whole (JSON, YAML, images, video) appears when it is complete; the ranks' events are appended line by
+line and are there when the process is killed right after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from configs.faults import Fault, FaultError
+from parallel.events import Artefact, AttentionRan, Event, Phase, RequestRan, Step
+from runtime.report import SelectionReport, selection_fields
+from runtime.video import encode_video, write_contact_sheet
+
+RUNS = Path("runs")
+ANOTHER = "name another folder with run.dir, or leave it out for runs/<time>"
+UNICODE_LINE_ENDS = "\x85\u2028\u2029"
+CONFIG_COMMENT = "# The resolved configuration of this run; give this file back with --config to repeat it.\n"
+
+
+class RunFolder:
+    """Writes one run folder that exists; `create` makes a new one. Leaving its context closes the ranks' files.
+
+    Requests count from 0; request 0 has the plain names (`video.mp4`), request n the numbered ones (`video-n.mp4`).
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._ranks: dict[int, TextIO] = {}
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """Makes the folder. Raises FaultError (run.dir) if it holds something already, or cannot be made."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            occupied = any(path.iterdir())
+        except FileExistsError as error:
+            raise _refused(path, "is a file, not a folder") from error
+        except OSError as error:
+            raise _refused(path, f"cannot be made ({error.strerror or error})") from error
+        if occupied:
+            raise _refused(path, "exists and is not empty, and a run never writes over another")
+        return cls(path)
+
+    @staticmethod
+    def default_path(now: datetime) -> Path:
+        """`runs/<YYYYmmdd-HHMMSS>` under the working directory, with -2, -3, ... if it is taken."""
+        first = RUNS / f"{now:%Y%m%d-%H%M%S}"
+        path, number = first, 1
+        while path.exists():
+            number += 1
+            path = first.with_name(f"{first.name}-{number}")
+        return path
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the ranks' files; a later `append` opens its file again."""
+        while self._ranks:
+            self._ranks.popitem()[1].close()
+
+    def write_config(self, mapping: Mapping[str, Any]) -> Path:
+        """config.yaml, which --config takes; `mapping` is a file's content, as `configs.compose.to_mapping` has it."""
+        import yaml  # type: ignore[import-untyped]  # OmegaConf cannot escape line ends
+
+        plain = _plain(mapping)
+        # Text stays readable in any script, but for line ends that YAML would fold into a space.
+        readable = not any(end in text for text in _texts(plain) for end in UNICODE_LINE_ENDS)
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, width=1_000_000)
+        return self._write_text("config.yaml", CONFIG_COMMENT + text)
+
+    def append(self, rank: int, event: Event) -> None:
+        """One line in ranks/rank{rank}.jsonl, handed to the operating system before this returns."""
+        if rank not in self._ranks:
+            folder = self.path / "ranks"
+            folder.mkdir(exist_ok=True)
+            self._ranks[rank] = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
+        line = {"event": _snake_case(type(event).__name__), "time": self._clock(), **event_fields(event)}
+        file = self._ranks[rank]
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.flush()
+
+    def write_traceback(self, rank: int, text: str) -> Path:
+        """ranks/rank{rank}.traceback.txt: where a rank raised, too long for its one-line error."""
+        (self.path / "ranks").mkdir(exist_ok=True)
+        return self._write_text(f"ranks/rank{rank}.traceback.txt", text.rstrip("\n") + "\n")
+
+    def write_selection(self, report: SelectionReport) -> Path:
+        """selection.json, as docs/selection.schema.json has it."""
+        return self._write_json("selection.json", report.to_dict())
+
+    def write_summary(self, mapping: Mapping[str, Any]) -> Path:
+        """summary.json, as docs/summary.schema.json has it (see `runtime.summary.summary`)."""
+        return self._write_json("summary.json", mapping)
+
+    def write_frames(self, frames: Any, fps: float, outputs: Collection[str], request: int = 0) -> tuple[Path, ...]:
+        """The contact sheet (`frames` in outputs) and the video (`video`) of uint8 [F, H, W, 3]; returns their paths.
+
+        The sheet comes first: it is there even if the video cannot be encoded, which raises FaultError.
+        """
+        written = []
+        if "frames" in outputs:
+            written.append(self._named("frames", ".png", request))
+            write_contact_sheet(frames, fps, written[-1])
+        if "video" in outputs:
+            video = self._named("video", ".mp4", request)
+            encode_video(frames, fps, video)
+            written.append(video)
+        return tuple(written)
+
+    def write_latents(self, array: Any, request: int = 0) -> Path:
+        """latents.safetensors with one tensor, `latents`, in the array's dtype (numpy has no bfloat16; use float32)."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        path = self._named("latents", ".safetensors", request)
+        part = path.with_name(f".{path.name}.part")
+        save_file({"latents": np.ascontiguousarray(array)}, part)
+        os.replace(part, path)
+        return path
+
+    def _named(self, stem: str, suffix: str, request: int) -> Path:
+        return self.path / (f"{stem}-{request}{suffix}" if request else f"{stem}{suffix}")
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> Path:
+        return self._write_text(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _write_text(self, name: str, text: str) -> Path:
+        """Written beside, then renamed: a reader sees the old file or the new one, never half of one."""
+        path = self.path / name
+        part = path.with_name(f".{path.name}.part")
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        return path
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """An event as plain values for JSON; a selection's fields stand beside its layer's, an array is only described."""
+    match event:
+        case AttentionRan():
+            return {
+                "model": event.model,
+                "layer": event.layer,
+                **selection_fields(event.selection),
+                "strategy": event.strategy,
+                "kernel": event.kernel,
+                # Under a name of their own: `key` is the configuration key of the selection.
+                "shapes": {
+                    "query_rows": list(event.query_rows),
+                    "query": list(event.query),
+                    "key": list(event.key),
+                },
+            }
+        case Phase():
+            return {"name": event.name, "request": event.request}
+        case Step():
+            return {"request": event.request, "step": event.step, "steps": event.steps, "seconds": event.seconds}
+        case RequestRan():
+            return {
+                "request": event.request,
+                "planned": event.planned.to_dict(),
+                "measured": event.measured.to_dict(),
+                "forwards": dict(event.forwards),
+                "seconds": dict(event.seconds),
+                "rows": dict(event.rows),
+                "peak_memory_bytes": event.peak_memory_bytes,
+            }
+        case Artefact():
+            array = event.array
+            shape = [int(size) for size in array.shape]
+            return {"request": event.request, "name": event.name, "shape": shape, "dtype": str(array.dtype)}
+
+
+def _refused(path: Path, rule: str) -> FaultError:
+    return FaultError([Fault("run.dir", str(path), rule, ANOTHER)])
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dicts and sequences as lists, the only ones that YAML's safe dialect has."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)

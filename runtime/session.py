@@ -1,0 +1,166 @@
+"""One live group of ranks that serves many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
+from configs.faults import Fault
+from configs.schema import RunConfig
+from parallel.events import Artefact, AttentionRan
+from runtime import ray_api
+from runtime.check import raise_if_any, request_faults
+from runtime.errors import DisagreementError, PlacementError, RankPlace
+from runtime.group import RankGroup
+from runtime.model_folder import FolderFacts
+from runtime.preflight import Ground, check_without_ray, is_local, survey
+from runtime.report import SelectionReport, merge
+from runtime.requests import Generation, Request
+from runtime.setup import RankSpec
+from runtime.signals import interrupts_held, terminated_by_signal
+
+
+class Observer:
+    """What a session tells; override what is wanted."""
+
+    def on_message(self, text: str) -> None:
+        """What the session does or has decided, as a line."""
+
+    def on_placed(self, places: Sequence[RankPlace]) -> None:
+        """The ranks have their places, and are about to load."""
+
+    def on_event(self, rank: int, event: Any) -> None:
+        """An event of a rank (`parallel.events`), as it arrives."""
+
+
+class Session:
+    """A group of ranks with a loaded model, as a context manager.
+
+    Entering checks everything that can be checked, then places, starts and wires the ranks; leaving stops them,
+    whatever happened. worker: dotted path of the class that does a rank's work.
+
+    Raises FaultError for what cannot be served, PlacementError for what is not there, RankError, DisagreementError and
+    StallError for what goes wrong.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, observer: Observer | None = None, worker: str = "runtime.worker.Rank"
+    ) -> None:
+        self.config = config
+        self.device: DeviceFacts | None = None
+        self.world_size = 0
+        self._observer = observer if observer is not None else Observer()
+        self._worker = worker
+        self._registry = Registry(config.attention.register)
+        self._group = RankGroup(config.cluster)
+        self._folder: FolderFacts | None = None
+        self._ran: list[tuple[int, AttentionRan]] = []
+        self._on_exit = ExitStack()
+
+    def __enter__(self) -> Session:
+        folder = self.check()
+        try:
+            self._start(folder)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        """Where the ranks run, by rank; empty before they are placed."""
+        return self._group.places
+
+    @property
+    def report(self) -> SelectionReport:
+        """What every rank's layers have run so far, merged."""
+        return merge(self._ran, self.world_size)
+
+    def check(self, requests: Sequence[Request] = ()) -> FolderFacts:
+        """The model folder's facts, if nothing speaks against the run that can be known without Ray and torch."""
+        if self._folder is None or requests:
+            self._folder = check_without_ray(self.config, requests, self._registry)
+        return self._folder
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one."""
+        folder = self.check()
+        raise_if_any(fault for request in requests for fault in request_faults(request, folder))
+        made: dict[int, dict[str, Any]] = {index: {} for index in range(len(requests))}
+
+        def on_event(rank: int, event: Any) -> None:
+            if isinstance(event, AttentionRan):
+                self._ran.append((rank, event))
+            elif isinstance(event, Artefact):
+                made[event.request][event.name] = event.array
+            self._observer.on_event(rank, event)
+
+        self._group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+        report = self.report
+        if not report.agreed:
+            raise DisagreementError(tuple(map(str, report.disagreements)))
+        return [Generation(request, **made[index]) for index, request in enumerate(requests)]
+
+    def close(self) -> None:
+        """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""
+        with interrupts_held():
+            self._group.close()
+            self._on_exit.close()
+
+    def _start(self, folder: FolderFacts) -> None:
+        tell = self._observer.on_message
+        tell(f"connecting to {_cluster_name(self.config)}")
+        if _connect(self.config):
+            self._on_exit.callback(ray_api.disconnect)
+        self._on_exit.enter_context(terminated_by_signal())
+        ground = survey(self.config, folder, self._registry)
+        self.device, self.world_size = ground.device, ground.world_size
+        chosen = "" if self.config.parallel.world_size else " (parallel.world_size=auto)"
+        tell(f"{ground.world_size} ranks on {ground.device.label}, {ground.dtype}{chosen}")
+        self._group.place(ground.world_size, ground.device.platform, ground.nodes)
+        self._observer.on_placed(self.places)
+        tell("importing torch and the model's library on every rank")
+        self._group.create(self._worker)
+        self._group.set_up(self._specs(folder, ground), self._observer.on_event)
+
+    def _specs(self, folder: FolderFacts, ground: Ground) -> list[RankSpec]:
+        store = self._group.open_store()
+        return [
+            RankSpec(
+                rank=place.rank,
+                world_size=ground.world_size,
+                platform=ground.device.platform,
+                ordinal=place.ordinal,
+                dtype=ground.dtype,
+                pipeline=folder.pipeline,
+                store=store,
+                timeout_s=self.config.cluster.stall_timeout_s,
+                config=self.config,
+            )
+            for place in self.places
+        ]
+
+
+def _cluster_name(config: RunConfig) -> str:
+    if ray_api.inside_job():
+        return "the job's Ray cluster"
+    return "a Ray cluster of this run's own" if is_local(config) else f"the Ray cluster at {config.cluster.address}"
+
+
+def _connect(config: RunConfig) -> bool:
+    address = config.cluster.address
+    try:
+        return ray_api.connect(address, config.parallel.world_size or 2)
+    except (ConnectionError, TimeoutError) as error:
+        rule = f"no Ray cluster can be joined there ({str(error).splitlines()[0]})"
+        remedy = "start one with `ray start --head`, or use cluster.address=local"
+        raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error

@@ -1,0 +1,154 @@
+"""One rank: it joins the group, loads and wires the model, and generates. Created by the actor, driven by the
+session.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from backends.platforms.facts import DeviceFacts, installed
+from backends.registry import Registry
+from parallel.context import AttentionContext
+from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffic
+from parallel.mesh import open_mesh
+from parallel.models import family_of
+from parallel.models.sharding import ShardedModel
+from parallel.transport.torch_dist import TorchTransport
+from runtime.model_folder import BUILT_IN_PREFIX
+from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
+from runtime.requests import Request
+from runtime.setup import RankSpec, Wired
+from runtime.tiny_wan import BUILT_IN, ensure
+
+
+class Rank:
+    """The work of one rank. Methods are called one at a time."""
+
+    transport_class: type[TorchTransport] = TorchTransport
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._models: list[ShardedModel] = []
+
+    def open_store(self, host: str) -> int:
+        """The port of a store for the group to meet at. The socket that is bound is the one that serves: no port
+        race.
+        """
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def setup(self, spec: RankSpec) -> Iterator[Event | Wired]:
+        self.device = torch.device("cpu" if spec.platform == "cpu" else f"{spec.platform}:{spec.ordinal}")
+        yield from _in_thread(lambda emit: self._setup(spec, emit), self.device)
+
+    def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
+        yield from _in_thread(lambda emit: self._run(requests, emit), self.device)
+
+    def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
+        self.spec = spec
+        device = self.device
+        emit(Phase("join"))
+        if self._store is None:
+            self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
+        self.mesh = open_mesh(self._store, spec.rank, spec.world_size, device, spec.timeout_s)
+        emit(Phase("load"))
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        make = spec.config.generate
+        self.pipe = load_pipeline(_folder(spec.config.model.path), spec.pipeline, self.mesh, dtype, make.flow_shift)
+        self._emit = emit
+        registry = Registry(spec.config.attention.register)
+        self.transport = self.transport_class(self.mesh)
+        context = AttentionContext(
+            mesh=self.mesh,
+            transport=self.transport,
+            registry=registry,
+            config=spec.config.attention,
+            device=_device_facts(device, registry),
+            dtype=spec.dtype,
+            emit=lambda event: self._emit(event),
+        )
+        for name in ("transformer", "transformer_2"):
+            model = getattr(self.pipe, name, None)
+            if model is not None:
+                self._models.append(family_of({"_class_name": type(model).__name__}).wire(model, context, name))
+        emit(Wired(tuple(row for model in self._models for row in model.selections()), context.device))
+
+    def _run(self, requests: tuple[Request, ...], emit: Callable[[Any], None]) -> None:
+        self._emit = emit
+        for index, request in enumerate(requests):
+            self._generate(index, request, emit)
+
+    def _generate(self, index: int, request: Request, emit: Callable[[Any], None]) -> None:
+        settings = self.spec.config.run
+        device = self.mesh.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        clock = PhaseClock(lambda name: emit(Phase(name, index)), device)
+        with clocked(self.pipe, clock):
+            latents = denoise(self.pipe, request, lambda step, seconds: emit(Step(index, step, request.steps, seconds)))
+            if self.mesh.rank == FIRST and settings.save_latents:
+                emit(Artefact(index, "latents", latents.float().cpu().numpy()))
+            if self.mesh.rank == FIRST and settings.outputs:
+                clock.enter("decode")
+                emit(Artefact(index, "frames", decode(self.pipe, latents)))
+        emit(self._accounts(index, clock))
+
+    def _accounts(self, index: int, clock: PhaseClock) -> RequestRan:
+        taken = {model.name: model.take_planned() for model in self._models}
+        on_gpu = self.mesh.device.type == "cuda"
+        return RequestRan(
+            request=index,
+            planned=sum_traffic([traffic for traffic, _ in taken.values()]),
+            measured=self.transport.take_traffic(),
+            forwards={name: forwards for name, (_, forwards) in taken.items()},
+            seconds=dict(clock.seconds),
+            rows={model.name: model.rows for model in self._models},
+            peak_memory_bytes=torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else 0,
+        )
+
+
+def _folder(path: str) -> Path:
+    if path.startswith(BUILT_IN_PREFIX):
+        return ensure(spec=BUILT_IN[path.removeprefix(BUILT_IN_PREFIX)])
+    return Path(path)
+
+
+def _device_facts(device: torch.device, registry: Registry) -> DeviceFacts:
+    """This rank's own device, as it is."""
+    packages = installed(registry.distributions())
+    if device.type == "cpu":
+        return DeviceFacts("cpu", packages=packages)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts("cuda", (properties.major, properties.minor), properties.name, properties.total_memory, packages)
+
+
+_DONE = object()
+
+
+def _in_thread(work: Callable[[Callable[[Any], None]], None], device: torch.device | None) -> Iterator[Any]:
+    """What `work` emits, as it emits it, from a thread of its own; its exception, if it raises, is raised here.
+
+    A generator cannot yield from inside a pipeline's callback, and the driver wants each event when it happens.
+    """
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def body() -> None:
+        try:
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)  # the current device is a property of the thread
+            work(events.put)
+        finally:
+            events.put(_DONE)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="rank") as pool:
+        outcome = pool.submit(body)
+        while (event := events.get()) is not _DONE:
+            yield event
+        outcome.result()

@@ -1,0 +1,70 @@
+"""Live gloo ranks for tests: Ray actors that stay up between cases and run any importable function on their mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from parallel.mesh import Mesh
+
+
+class _RankActor:
+    """One gloo rank. Functions get its mesh first, then the arguments."""
+
+    def open_store(self) -> int:
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return int(self.store.port)
+
+    def join(self, port: int, rank: int, world_size: int) -> None:
+        import torch
+        from torch.distributed import TCPStore
+
+        from parallel.mesh import open_mesh
+
+        if not hasattr(self, "store"):
+            self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device("cpu"), 30.0)
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return function(self.mesh, *arguments)
+
+
+class Ranks:
+    """`world_size` gloo ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        actor = ray.remote(_RankActor)
+        self._actors = [actor.options(num_cpus=1).remote() for _ in range(world_size)]
+        port = ray.get(self._actors[0].open_store.remote(), timeout=60)
+        joined = [actor.join.remote(port, rank, world_size) for rank, actor in enumerate(self._actors)]
+        ray.get(joined, timeout=120)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """function(mesh, *arguments) on every rank; the results by rank. An error of any rank is raised."""
+        return self.run_each(function, [arguments] * self.world_size)
+
+    def run_each(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """Like `run`, with arguments of its own for every rank."""
+        started = [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
+        return list(ray.get(started, timeout=120))
+
+    def outcomes(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """The result of every rank, or the exception that it raised."""
+        started = [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
+        return [_outcome(reference) for reference in started]
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def _outcome(reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=120)
+    except ray.exceptions.RayTaskError as error:
+        return error.cause

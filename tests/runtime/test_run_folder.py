@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from configs.compose import compose, to_mapping
+from configs.faults import FaultError
+from configs.overrides import quote
+from parallel.events import Artefact, Phase, RequestRan, Step, Traffic
+from runtime.report import merge
+from runtime.run_folder import RunFolder
+from tests.runtime.report_values import CROSS, MISSING, ROOT, SELF, check_schema, ran
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path, clock=lambda: 1000.5)
+
+
+def lines(folder: RunFolder, rank: int = 0) -> list[dict[str, Any]]:
+    text = (folder.path / "ranks" / f"rank{rank}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path / "a" / "b").path.is_dir()
+    RunFolder.create(tmp_path / "a" / "b")  # still empty
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "video.mp4").touch()
+    with pytest.raises(FaultError, match="exists and is not empty") as caught:
+        RunFolder.create(tmp_path)
+    fault = caught.value.faults[0]
+    assert (fault.key, fault.value) == ("run.dir", str(tmp_path))
+    assert "another folder" in fault.remedy
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FaultError, match=r"^run\.dir="):
+        RunFolder.create(file / below)
+
+
+def test_the_default_path_is_the_time_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2026, 3, 4, 5, 6, 7)
+    taken = []
+    for _ in range(3):
+        taken.append(RunFolder.default_path(now))
+        RunFolder.create(taken[-1])
+    assert taken == [Path("runs/20260304-050607"), Path("runs/20260304-050607-2"), Path("runs/20260304-050607-3")]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["a ${fox} \\\\${x}: off", "1e3", "ein Füchslein 狐 🦊, " * 20, "two\x85lines\u2028"]
+)
+def test_the_configuration_comes_back_as_it_was(folder: RunFolder, prompt: str) -> None:
+    arguments = [
+        f"generate.prompt={quote(prompt)}",
+        "run.seed=5",
+        "attention.per_role.a.b=TORCH_SDPA",
+        "run.outputs=[]",
+    ]
+    config, faults = compose(arguments, environ={})
+    assert config is not None, faults
+    path = folder.write_config(MappingProxyType(to_mapping(config)))
+    first = path.read_text(encoding="utf-8").split("\n")[0]
+    assert first.startswith("#")
+    assert "--config" in first
+    assert compose(file=path, environ={}) == (config, ())
+    assert config.generate.prompt == prompt
+
+
+def test_text_in_any_script_stays_readable_in_the_configuration(folder: RunFolder) -> None:
+    assert "prompt: 狐 🦊\n" in folder.write_config({"generate": {"prompt": "狐 🦊"}}).read_text(encoding="utf-8")
+
+
+def test_a_traceback_lies_beside_the_ranks_events(folder: RunFolder) -> None:
+    path = folder.write_traceback(2, "Traceback\n  here\n")
+    assert path == folder.path / "ranks" / "rank2.traceback.txt"
+    assert path.read_text(encoding="utf-8") == "Traceback\n  here\n"
+
+
+def test_an_attention_event_keeps_why_and_the_shapes(folder: RunFolder) -> None:
+    folder.append(0, ran(SELF))
+    folder.append(0, ran(CROSS))
+    first, second = lines(folder)
+    assert (first["event"], first["time"], first["layer"]) == ("attention_ran", 1000.5, "blocks.0.self")
+    assert first["shapes"] == {"query_rows": [1, 5, 4, 64], "query": [1, 10, 2, 64], "key": [1, 10, 2, 64]}
+    assert first["rejected"] == [{"backend": "FLASH_ATTN", "faults": [str(MISSING)]}]
+    assert first["requirements"]["head_size"] == 64
+    assert second["key"] == "attention.per_role.cross"
+
+
+def test_every_kind_of_event_is_a_line(folder: RunFolder) -> None:
+    sent = Traffic({"scatter_heads": 1}, {"scatter_heads": 8})
+    latents = np.zeros((1, 2, 3), np.float32)
+    finished = RequestRan(0, sent, sent, MappingProxyType({"transformer": 2}), {"denoise": 0.5}, {"transformer": 5})
+    with folder:
+        for event in (Phase("load"), Step(0, 1, 8, 0.25), finished, Artefact(0, "latents", latents)):
+            folder.append(3, event)
+    common = {"time": 1000.5}
+    traffic = {"scatter_heads": {"calls": 1, "bytes_sent": 8}}
+    assert lines(folder, 3) == [
+        {"event": "phase", **common, "name": "load", "request": None},
+        {"event": "step", **common, "request": 0, "step": 1, "steps": 8, "seconds": 0.25},
+        {
+            "event": "request_ran",
+            **common,
+            "request": 0,
+            "planned": traffic,
+            "measured": traffic,
+            "forwards": {"transformer": 2},
+            "seconds": {"denoise": 0.5},
+            "rows": {"transformer": 5},
+            "peak_memory_bytes": 0,
+        },
+        {"event": "artefact", **common, "request": 0, "name": "latents", "shape": [1, 2, 3], "dtype": "float32"},
+    ]
+
+
+def test_a_line_survives_a_process_that_dies_right_after_it(tmp_path: Path) -> None:
+    program = f"""
+import os
+from pathlib import Path
+from parallel.events import Step
+from runtime.run_folder import RunFolder
+folder = RunFolder.create(Path({str(tmp_path / "run")!r}))
+folder.append(1, Step(0, 1, 2, 0.5))
+folder.append(1, Step(0, 2, 2, 0.5))
+os._exit(9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (9, "")
+    assert [line["step"] for line in lines(RunFolder(tmp_path / "run"), 1)] == [1, 2]
+
+
+def test_no_heavy_library_is_imported_by_the_writers() -> None:
+    program = "import sys, runtime.run_folder, runtime.progress, runtime.summary; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {"torch", "ray", "diffusers", "numpy", "PIL", "imageio_ffmpeg", "safetensors", "rich"}
+    assert not heavy & set(done.stdout.replace("'", "").strip("[]\n").split(", "))
+
+
+def test_the_selection_and_the_summary_are_json_files(folder: RunFolder) -> None:
+    selection = folder.write_selection(merge([(0, ran())], 1))
+    check_schema("selection", json.loads(selection.read_text(encoding="utf-8")))
+    assert '\n  "world_size": 1' in selection.read_text(encoding="utf-8")
+    folder.write_summary({"prompt": "füchse"})
+    folder.write_summary({"prompt": "füchse, again"})
+    assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"prompt": "füchse, again"}
+    assert sorted(path.name for path in folder.path.iterdir()) == ["selection.json", "summary.json"]
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(folder: RunFolder) -> None:
+    folder.write_summary({"elapsed_s": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        folder.write_summary({"elapsed_s": float("nan")})
+    assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"elapsed_s": 1}
+
+
+def test_latents_come_back(folder: RunFolder) -> None:
+    latents = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
+    assert folder.write_latents(latents).name == "latents.safetensors"
+    path = folder.write_latents(latents, request=1)
+    assert path.name == "latents-1.safetensors"
+    loaded = load_file(path)
+    assert list(loaded) == ["latents"]
+    np.testing.assert_array_equal(loaded["latents"], latents)
+    assert len(list(folder.path.iterdir())) == 2
+
+
+def test_later_requests_have_numbered_names_and_only_what_was_asked_for(folder: RunFolder) -> None:
+    frames = np.zeros((3, 16, 16, 3), np.uint8)
+    assert [path.name for path in folder.write_frames(frames, 8, ("video", "frames"))] == ["frames.png", "video.mp4"]
+    assert [path.name for path in folder.write_frames(frames, 8, ("video",), request=2)] == ["video-2.mp4"]
+    assert [path.name for path in folder.write_frames(frames, 8, ("frames",), request=2)] == ["frames-2.png"]
+    assert folder.write_frames(frames, 8, ("report",)) == ()
+    assert len(list(folder.path.iterdir())) == 4
