@@ -46,7 +46,7 @@ class Requirements:
 class AttentionMetadata:
     """What a call carries beside Q, K and V; immutable.
 
-    mask: a boolean tensor [B or 1, 1, Sq, Sk] on the full sequence, True where a query may look at a key.
+    mask: a boolean tensor [B or 1, 1, Sq or 1, Sk] on the full sequence, True where a query may look at a key.
     """
 
     mask: torch.Tensor | None = None

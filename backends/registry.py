@@ -62,7 +62,7 @@ def _load(name: str, path: str) -> type[AttentionBackend]:
     module, _, attribute = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute) if module else None
-    except ImportError as error:
+    except (ImportError, SyntaxError, TypeError) as error:  # TypeError: a relative path, such as `..backend`
         remedy = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
         raise FaultError([Fault(key, path, f"cannot be imported: {error}", remedy)]) from error
     except AttributeError as error:
@@ -70,6 +70,8 @@ def _load(name: str, path: str) -> type[AttentionBackend]:
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         remedy = "derive it from backends.interface.AttentionBackend"
         raise FaultError([Fault(key, path, "is not an AttentionBackend class", remedy)])
+    if not getattr(found, "variants", ()):
+        raise FaultError([Fault(key, path, "declares no variants", "give it `variants`, one for each kernel")])
     if found.get_name() != name:
         rule = f"its get_name() is {found.get_name()}, and a backend has one name everywhere"
         raise FaultError([Fault(key, path, rule, f"register it as attention.register.{found.get_name()}")])

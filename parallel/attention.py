@@ -119,25 +119,37 @@ class Attention(torch.nn.Module):
             raise ValueError(
                 f"{self.name}: causal attention of {query.shape[1]} queries to {key.shape[1]} keys is ambiguous"
             )
+        rows, keys = query.shape[1], key.shape[1]
+        if self.strategy == "ulysses":
+            rows = keys = self._check_plan(query, key, plan).length
         if metadata.mask is not None:
-            self._check_mask(metadata.mask)
-        if self.strategy != "ulysses":
-            return
+            self._check_mask(metadata.mask, batch, rows, keys)
+
+    def _check_plan(self, query: torch.Tensor, key: torch.Tensor, plan: ShardPlan | None) -> ShardPlan:
         if plan is None:
             raise ValueError(
                 f"{self.name}: a sharded sequence needs plan=...; without it nobody knows the other ranks' rows"
             )
-        mine = len(plan.rows[self.context.mesh.rank])
+        mesh = self.context.mesh
+        if plan.world_size != mesh.world_size:
+            raise ValueError(f"{self.name}: the plan is of {plan.world_size} ranks, and there are {mesh.world_size}")
+        mine = len(plan.rows[mesh.rank])
         if (query.shape[1], key.shape[1], plan.num_heads) != (mine, mine, self.num_heads):
             raise ValueError(
                 f"{self.name}: {query.shape[1]} query rows, {key.shape[1]} key rows, {self.num_heads} heads at hand; "
                 f"the plan gives this rank {mine} rows of {plan.num_heads} heads"
             )
+        return plan
 
-    def _check_mask(self, mask: torch.Tensor) -> None:
+    def _check_mask(self, mask: torch.Tensor, batch: int, rows: int, keys: int) -> None:
         if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
             raise ValueError(
-                f"{self.name}: a mask is boolean, [B or 1, 1, Sq, Sk], not {mask.dtype} {tuple(mask.shape)}"
+                f"{self.name}: a mask is boolean, [B or 1, 1, Sq or 1, Sk], not {mask.dtype} {tuple(mask.shape)}"
+            )
+        if mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, rows) or mask.shape[3] != keys:
+            raise ValueError(
+                f"{self.name}: the mask is {tuple(mask.shape)}; the call is of batch {batch}, with {rows} query rows "
+                f"and {keys} keys"
             )
         if "boolean" not in self.variant.masks:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backends.interface import Kind, Requirements
 from configs.faults import Fault, FaultError
-from parallel.plan import Strategy
+from parallel.plan import Strategy, head_fault
 
 
 def choose_strategy(kind: Kind, world_size: int, *, skip_sequence_parallel: bool = False) -> Strategy:
@@ -39,5 +39,11 @@ def requirements_of(
     if strategy == "ulysses" and heads != kv_heads:
         rule = f"{heads} query heads on {kv_heads} KV heads cannot be exchanged in one packet"
         raise FaultError([Fault("num_kv_heads", kv_heads, rule, "use one rank, or as many KV heads as query heads")])
+    if causal and kind == "cross" and world_size > 1 and not skip_sequence_parallel:
+        rule = "causal cross-attention counts from the first query row, and a rank holds others"
+        raise FaultError([Fault("causal", causal, rule, "use one rank")])
+    fault = head_fault(heads, world_size) if strategy == "ulysses" else None
+    if fault is not None:
+        raise FaultError([fault])
     share = world_size if strategy == "ulysses" else 1
     return strategy, Requirements(head_size, heads // share, kv_heads // share, dtype, kind, causal)

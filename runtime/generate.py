@@ -19,15 +19,18 @@ from runtime.progress import Progress, make_progress, print_selection
 from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
-from runtime.summary import Failure, RequestRecord, Status, failure_of, summary, versions
+from runtime.summary import RequestRecord, Status, failure_of, summary, versions
+from runtime.video import encoder_fault
 
 
 class _Recorder(Observer):
-    """Keeps what the ranks report, in the run folder and for the summary, and shows it."""
+    """Keeps what the ranks report, in the run folder, and shows it."""
 
-    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, folder: RunFolder, progress: Progress, request: Request) -> None:
         self._folder = folder
         self._progress = progress
+        self._request = request
+        self._started = time.monotonic()
         self._ran: dict[int, RequestRan] = {}
         self._steps: dict[int, list[Step]] = defaultdict(list)
 
@@ -45,49 +48,50 @@ class _Recorder(Observer):
         elif isinstance(event, Step):
             self._steps[rank].append(event)
 
-    def record(self, request: Request) -> RequestRecord:
+    def write_summary(self, session: Session, status: Status, error: BaseException | None = None) -> None:
         steps = {rank: tuple(events) for rank, events in self._steps.items()}
-        return RequestRecord(0, request.prompt, request.seed, request.steps, self._ran, steps)
+        asked = self._request
+        self._folder.write_summary(
+            summary(
+                status=status,
+                world_size=session.world_size,
+                device=session.device.label if session.device is not None else "",
+                ranks=session.places,
+                requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
+                elapsed_s=time.monotonic() - self._started,
+                versions=versions(),
+                error=None if error is None else failure_of(error),
+            )
+        )
 
 
 def generate(config: RunConfig) -> Path:
     """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
-    started = time.monotonic()
     image, faults = read_image(config)
+    if "video" in config.run.outputs:
+        fault = encoder_fault()
+        faults += [] if fault is None else [fault]
     raise_if_any(faults)
     request = request_of(config, image)
     Session(config).check([request])
     path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
     with RunFolder.create(path.absolute()) as folder, make_progress(1) as progress:
         folder.write_config(to_mapping(config))
-        recorder = _Recorder(folder, progress)
+        recorder = _Recorder(folder, progress, request)
         session = Session(config, observer=recorder)
-        status: Status = "failed"
-        failure: Failure | None = None
         try:
             with session:
+                recorder.write_summary(session, "running")
                 (generation,) = session.generate([request])
             _write_outputs(generation, config, folder)
-            status = "done"
         except BaseException as error:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt | TerminatedError) else "failed"
-            failure = failure_of(error)
+            stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
+            recorder.write_summary(session, "interrupted" if stopped else "failed", error)
             _write_traceback(folder, error)
             raise
         finally:
             folder.write_selection(session.report)
-            folder.write_summary(
-                summary(
-                    status=status,
-                    world_size=session.world_size,
-                    device=session.device.label if session.device is not None else "",
-                    ranks=session.places,
-                    requests=[recorder.record(request)],
-                    elapsed_s=time.monotonic() - started,
-                    versions=versions(),
-                    error=failure,
-                )
-            )
+        recorder.write_summary(session, "done")
     print_selection(session.report, sys.stdout)
     return folder.path
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,13 +81,26 @@ class RankGroup:
         Supervisor(self.places, on_event, self._cluster.stall_timeout_s).drive(streams)
 
     def close(self) -> None:
-        """Kill the processes and give the resources back."""
+        """Kill the processes and give the resources back to the cluster."""
         for actor in self._actors:
             actor.kill()
-        self._actors = []
         if self._placement is not None:
             self._placement.remove()
-            self._placement = None
+        self._forget()
+
+    def kill(self) -> None:
+        """Kill the processes of ranks on this node by their ids, before the cluster itself is stopped.
+
+        A signal to the whole process group has taken Ray's own processes too, and calls to Ray would wait for them.
+        """
+        for place in self.places:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._actors = []
+        self._placement = None
 
     def _answers(self, references: Sequence[Any], places: Sequence[RankPlace]) -> list[Any]:
         timeout = self._cluster.start_timeout_s

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.faults import Fault
 from configs.schema import RunConfig
 from parallel.plan import usable_world_sizes
 from runtime.errors import PlacementError, RankPlace
-from runtime.ray_api import Node
+
+if TYPE_CHECKING:  # `explain` imports this module and loads no Ray
+    from runtime.ray_api import Node
 
 CPU_RANKS = 2
 KEY = "parallel.world_size"

@@ -59,6 +59,7 @@ class Session:
         self._group = RankGroup(config.cluster)
         self._folder: FolderFacts | None = None
         self._ran: list[tuple[int, AttentionRan]] = []
+        self._owns_cluster = False
         self._on_exit = ExitStack()
 
     def __enter__(self) -> Session:
@@ -113,14 +114,18 @@ class Session:
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""
         with interrupts_held():
-            self._group.close()
+            if self._owns_cluster:
+                self._group.kill()
+                ray_api.disconnect()
+                self._owns_cluster = False
+            else:
+                self._group.close()
             self._on_exit.close()
 
     def _start(self, folder: FolderFacts) -> None:
         tell = self._observer.on_message
         tell(f"connecting to {_cluster_name(self.config)}")
-        if _connect(self.config):
-            self._on_exit.callback(ray_api.disconnect)
+        self._owns_cluster = _connect(self.config)
         self._on_exit.enter_context(terminated_by_signal())
         ground = survey(self.config, folder, self._registry)
         self.device, self.world_size = ground.device, ground.world_size
@@ -143,7 +148,8 @@ class Session:
                 dtype=ground.dtype,
                 pipeline=folder.pipeline,
                 store=store,
-                timeout_s=self.config.cluster.stall_timeout_s,
+                # The driver is to notice a stall before a collective gives up and blames the peer that waited.
+                timeout_s=2 * self.config.cluster.stall_timeout_s,
                 config=self.config,
             )
             for place in self.places

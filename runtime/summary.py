@@ -17,7 +17,7 @@ from runtime.errors import RankError, RankPlace
 
 VERSION = 1
 PACKAGES = ("raylysses", "torch", "diffusers", "ray")
-Status = Literal["done", "failed", "interrupted"]
+Status = Literal["running", "done", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)

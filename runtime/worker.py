@@ -51,6 +51,14 @@ class Rank:
     def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
         yield from _in_thread(lambda emit: self._run(requests, emit), self.device)
 
+    def device_facts(self, registry: Registry) -> DeviceFacts:
+        """This rank's own device, as it is."""
+        packages = installed(registry.distributions())
+        if self.device.type == "cpu":
+            return DeviceFacts("cpu", packages=packages)
+        found = torch.cuda.get_device_properties(self.device)
+        return DeviceFacts("cuda", (found.major, found.minor), found.name, found.total_memory, packages)
+
     def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
         self.spec = spec
         device = self.device
@@ -70,7 +78,7 @@ class Rank:
             transport=self.transport,
             registry=registry,
             config=spec.config.attention,
-            device=_device_facts(device, registry),
+            device=self.device_facts(registry),
             dtype=spec.dtype,
             emit=lambda event: self._emit(event),
         )
@@ -118,15 +126,6 @@ def _folder(path: str) -> Path:
     if path.startswith(BUILT_IN_PREFIX):
         return ensure(spec=BUILT_IN[path.removeprefix(BUILT_IN_PREFIX)])
     return Path(path)
-
-
-def _device_facts(device: torch.device, registry: Registry) -> DeviceFacts:
-    """This rank's own device, as it is."""
-    packages = installed(registry.distributions())
-    if device.type == "cpu":
-        return DeviceFacts("cpu", packages=packages)
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceFacts("cuda", (properties.major, properties.minor), properties.name, properties.total_memory, packages)
 
 
 _DONE = object()

@@ -49,7 +49,7 @@ def test_ranks_that_ran_the_same_give_one_entry_for_each_role() -> None:
     assert set(entry) == ENTRY_FIELDS
     assert (entry["layers"], entry["ranks"], entry["strategy"]) == (3, [0, 1, 2, 3], "ulysses")
     assert entry["requirements"]["num_heads"] == 2
-    assert entry["rejected"] == [{"backend": "FLASH_ATTN", "faults": [str(MISSING)]}]
+    assert entry["rejected"] == [{"backend": "FLASH_ATTN", "faults": [MISSING.rule]}]
 
 
 def test_the_report_does_not_depend_on_the_order_in_which_ranks_report() -> None:
@@ -156,7 +156,7 @@ def test_notes_say_once_why_a_backend_was_passed_over() -> None:
         ("transformer", SELF, "ulysses", 1),
         ("transformer", replace(CROSS, rejected=SELF.rejected), "local", 1),
     ]
-    assert note_lines(from_selections(2, both)) == [f"self, cross: not FLASH_ATTN: {MISSING}"]
+    assert note_lines(from_selections(2, both)) == [f"self, cross: not FLASH_ATTN: {MISSING.rule}"]
 
 
 @pytest.mark.parametrize(

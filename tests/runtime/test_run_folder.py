@@ -99,7 +99,7 @@ def test_an_attention_event_keeps_why_and_the_shapes(folder: RunFolder) -> None:
     first, second = lines(folder)
     assert (first["event"], first["time"], first["layer"]) == ("attention_ran", 1000.5, "blocks.0.self")
     assert first["shapes"] == {"query_rows": [1, 5, 4, 64], "query": [1, 10, 2, 64], "key": [1, 10, 2, 64]}
-    assert first["rejected"] == [{"backend": "FLASH_ATTN", "faults": [str(MISSING)]}]
+    assert first["rejected"] == [{"backend": "FLASH_ATTN", "faults": [MISSING.rule]}]
     assert first["requirements"]["head_size"] == 64
     assert second["key"] == "attention.per_role.cross"
 

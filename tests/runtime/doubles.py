@@ -1,0 +1,81 @@
+"""Backends and ranks that misbehave on purpose, importable by rank processes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from backends.interface import AttentionBackend, AttentionMetadata, Variant
+from backends.kernels.torch_sdpa import TorchSdpaImpl
+from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
+from parallel.plan import ExchangeCounts
+from parallel.transport.torch_dist import TorchTransport
+from runtime.worker import Rank
+
+CALLS_BEFORE_TROUBLE = 20
+
+
+class _CountingImpl(TorchSdpaImpl):
+    calls = 0
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        type(self).calls += 1
+        if dist.get_rank() == 1 and type(self).calls > CALLS_BEFORE_TROUBLE:
+            self.trouble()
+        return super().forward(query, key, value, metadata)
+
+    def trouble(self) -> None:
+        raise NotImplementedError
+
+
+class RaisingImpl(_CountingImpl):
+    def trouble(self) -> None:
+        raise ArithmeticError("the kernel met a number that it does not like")
+
+
+class StuckImpl(_CountingImpl):
+    def trouble(self) -> None:
+        time.sleep(3600)
+
+
+class RaisingBackend(AttentionBackend):
+    variants = (Variant("raising", "tests.runtime.doubles.RaisingImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "RAISING"
+
+
+class StuckBackend(AttentionBackend):
+    variants = (Variant("stuck", "tests.runtime.doubles.StuckImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "STUCK"
+
+
+class OddFactsRank(Rank):
+    """The last rank believes that it has a Hopper GPU, so that automatic choices differ."""
+
+    def device_facts(self, registry: Registry) -> DeviceFacts:
+        if self.spec.rank == self.spec.world_size - 1:
+            return DeviceFacts("cuda", (9, 0), packages={"fa3-fwd": "0.0.3"})
+        return super().device_facts(registry)
+
+
+class _IdentityTransport(TorchTransport):
+    """Every rank keeps what it would have sent."""
+
+    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts) -> torch.Tensor:
+        if verb == "gather_rows":
+            return super()._exchange(verb, send, counts)
+        return send.clone()
+
+
+class IdentityRank(Rank):
+    transport_class = _IdentityTransport

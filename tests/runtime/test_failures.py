@@ -1,0 +1,78 @@
+"""A rank that dies, raises or sticks ends the run within seconds; it is named, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.command import Running, alive, family, gone_within, summary
+
+pytestmark = pytest.mark.ray
+
+LONG = ("--prompt", "a cat", "parallel.world_size=2", "generate.steps=400", "run.outputs=[]")
+SOON_S = 5.0
+
+
+def assert_nothing_left(pids: list[int]) -> None:
+    assert gone_within(pids, 5.0), f"still running: {alive(pids)}"
+
+
+def test_a_killed_rank_is_named_within_seconds(tmp_path: Path) -> None:
+    run = Running(tmp_path / "run", LONG)
+    run.wait_for_step(1)
+    processes, victim = family(run.process.pid), run.pids()[1]
+
+    os.kill(victim, signal.SIGKILL)
+    outcome = run.finish()
+
+    assert outcome.code == 4, outcome.err
+    assert outcome.seconds < SOON_S
+    assert f"error: rank 1 on {os.uname().nodename}" in outcome.err
+    assert f"pid {victim}" in outcome.err
+    assert "its process is gone" in outcome.err
+    error = summary(run.folder)["error"]
+    assert (error["rank"], error["node"], summary(run.folder)["status"]) == (1, os.uname().nodename, "failed")
+    assert_nothing_left(processes)
+
+
+def test_a_rank_that_raises_is_told_by_its_own_error(tmp_path: Path) -> None:
+    register = "attention.register.RAISING=tests.runtime.doubles.RaisingBackend"
+    run = Running(tmp_path / "run", (*LONG, register, "attention.per_role.self=RAISING"))
+    outcome = run.finish(timeout=90)
+
+    assert outcome.code == 4, outcome.err
+    first_line = outcome.err[outcome.err.index("error: ") :].splitlines()[0]
+    assert "rank 1" in first_line
+    assert "ArithmeticError: the kernel met a number that it does not like" in first_line
+    assert "closed by peer" not in first_line
+    assert "doubles.py" in (run.folder / "ranks" / "rank1.traceback.txt").read_text()
+
+
+def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path) -> None:
+    register = "attention.register.STUCK=tests.runtime.doubles.StuckBackend"
+    settings = (register, "attention.per_role.self=STUCK", "cluster.stall_timeout_s=5")
+    run = Running(tmp_path / "run", (*LONG, *settings))
+    outcome = run.finish(timeout=90)
+
+    assert outcome.code == 5, outcome.err
+    assert "cluster.stall_timeout_s=5" in outcome.err
+    assert all(f"rank {rank} on" in outcome.err for rank in (0, 1))
+    assert "denoise" in outcome.err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> None:
+    run = Running(tmp_path / "run", LONG)
+    run.wait_for_step(0)
+    processes = family(run.process.pid)
+
+    run.interrupt(signum)
+    outcome = run.finish()
+
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.err
+    assert summary(run.folder)["status"] == "interrupted"
+    assert_nothing_left(processes)

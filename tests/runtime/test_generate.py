@@ -1,0 +1,125 @@
+"""The command, end to end: the same answer for any number of ranks, the work really shared, the files there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from safetensors.numpy import load_file
+
+from parallel.plan import split
+from tests.conftest import CHECKOUT
+from tests.runtime.command import events, raylysses, selection, summary
+
+pytestmark = pytest.mark.ray
+
+TOKENS, HEADS, HEAD_SIZE, LAYERS, TEXT = 175, 4, 64, 4, 512
+STEPS = 3
+FORWARDS = 2 * STEPS  # with guidance
+ODD_SIZE = ("generate.frames=17", "generate.height=112", "generate.width=80", f"generate.steps={STEPS}")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Run folders of one request over 1, 2 and 4 ranks; 2 and 4 do not divide its 175 tokens."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = {}
+    for world_size in (1, 2, 4):
+        folder = root / str(world_size)
+        outputs = "run.outputs=[video,frames]" if world_size == 2 else "run.outputs=[]"
+        settings = (*ODD_SIZE, outputs, f"parallel.world_size={world_size}", "run.save_latents=true", "run.seed=7")
+        config = root / "my.yaml"
+        config.write_text("attention:\n  per_role:\n    cross: TORCH_SDPA\n")
+        done = raylysses("generate", "--prompt", "a cat", "--config", str(config), *settings, f"run.dir={folder}")
+        assert done.code == 0, done.err
+        folders[world_size] = folder
+    return folders
+
+
+def latents(folder: Path) -> np.ndarray:
+    return load_file(folder / "latents.safetensors")["latents"].astype(np.float64)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_latents_do_not_depend_on_the_number_of_ranks(runs: dict[int, Path], world_size: int) -> None:
+    alone, shared = latents(runs[1]), latents(runs[world_size])
+
+    assert np.isfinite(alone).all()
+    assert np.linalg.norm(shared - alone) <= 1e-5 * np.linalg.norm(alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_rank_holds_its_rows_and_computes_its_heads(runs: dict[int, Path], world_size: int) -> None:
+    for rank, rows in enumerate(split(TOKENS, world_size)):
+        ran = [event for event in events(runs[world_size], rank) if event["event"] == "attention_ran"]
+
+        assert sorted(event["role"] for event in ran) == ["cross"] * LAYERS + ["self"] * LAYERS
+        for event in ran:
+            shapes = event["shapes"]
+            assert shapes["query_rows"] == [1, len(rows), HEADS, HEAD_SIZE]
+            if event["role"] == "self":
+                assert shapes["query"] == shapes["key"] == [1, TOKENS, HEADS // world_size, HEAD_SIZE]
+            else:
+                assert shapes["query"] == [1, len(rows), HEADS, HEAD_SIZE]
+                assert shapes["key"] == [1, TEXT, HEADS, HEAD_SIZE]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_collectives_are_those_of_the_plan(runs: dict[int, Path], world_size: int) -> None:
+    (request,) = summary(runs[world_size])["requests"]
+    share = HEADS // world_size
+    width = 4 * 8  # what the model's last projection gives for one token: a patch of 4 latents of 8 channels
+    for rank, rows in enumerate(split(TOKENS, world_size)):
+        mine = len(rows)
+        calls = LAYERS * FORWARDS
+        expected = {
+            "scatter_heads": {"calls": calls, "bytes_sent": calls * 3 * mine * (HEADS - share) * HEAD_SIZE * 4},
+            "gather_heads": {"calls": calls, "bytes_sent": calls * (TOKENS - mine) * share * HEAD_SIZE * 4},
+            "gather_rows": {"calls": FORWARDS, "bytes_sent": FORWARDS * mine * (world_size - 1) * width * 4},
+        }
+        traffic = request["traffic"][str(rank)]
+        assert traffic["measured"] == traffic["planned"] == expected
+        assert request["rows"][str(rank)] == {"transformer": mine}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_report_says_what_every_rank_ran_and_why(runs: dict[int, Path], world_size: int) -> None:
+    report = selection(runs[world_size])
+    by_role = {entry["role"]: entry for entry in report["entries"]}
+
+    Draft202012Validator(schema("selection")).validate(report)
+    assert report["agreed"]
+    assert report["world_size"] == world_size
+    assert set(by_role) == {"self", "cross"}
+    for entry in by_role.values():
+        assert entry["backend"] == "TORCH_SDPA"
+        assert entry["kernel"] == "torch.nn.functional.scaled_dot_product_attention"
+        assert entry["ranks"] == list(range(world_size))
+        assert entry["layers"] == LAYERS
+    assert (by_role["self"]["source"], by_role["self"]["requested"]) == ("platform", None)
+    assert (by_role["cross"]["source"], by_role["cross"]["key"]) == ("role", "attention.per_role.cross")
+    assert by_role["cross"]["origin"].endswith("my.yaml")
+    assert by_role["self"]["strategy"] == ("local" if world_size == 1 else "ulysses")
+    assert by_role["cross"]["strategy"] == "local"
+
+
+def test_the_run_folder_is_whole(runs: dict[int, Path]) -> None:
+    folder = runs[2]
+    content = summary(folder)
+
+    Draft202012Validator(schema("summary")).validate(content)
+    assert content["status"] == "done"
+    assert len(content["ranks"]) == 2
+    assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["seed"] == 7
+    assert (folder / "video.mp4").stat().st_size > 1000
+    assert (folder / "frames.png").read_bytes().startswith(b"\x89PNG")
+    assert not (runs[1] / "video.mp4").exists()
+
+
+def schema(name: str) -> Any:
+    return json.loads((CHECKOUT / "docs" / f"{name}.schema.json").read_text())

@@ -1,0 +1,140 @@
+"""What cannot be served is refused in one message with value, rule and way out, early, and with the right exit code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runtime.tiny_wan import ensure
+from tests.conftest import CHECKOUT
+from tests.runtime.command import Outcome, raylysses
+
+WITHOUT_TORCH_S = 10.0  # a second here; room for a loaded machine
+
+
+def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
+    return raylysses("generate", "--prompt", "a cat", *settings, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("generate.step=4", "generate.step=4: no such key; did you mean generate.steps?"),
+        ("attention.per_role.slef=TORCH_SDPA", "did you mean self?"),
+        ("attention.per_role.self=TORCH_SPDA", "did you mean TORCH_SDPA?"),
+        ("model=tiny-wam", "did you mean tiny-wan?"),
+        ("attention.per_role.self=FLASH_ATTN", "it runs on cuda devices only, and this is cpu; use TORCH_SDPA"),
+        ("parallel.world_size=3", "3 ranks do not divide the model's 4 attention heads; use 1 or 2 or 4"),
+        ("generate.frames=16", "a video has 4n + 1 frames; use 13 or 17"),
+        ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
+        ("model.path=no/such/folder", "there is no such folder"),
+        ("generate.image=no.png", "it cannot be read"),
+        ("parallel.world_size=1,2", "is a sweep of 2 values"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(setting: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcome = refuse("run.device=cpu", f"run.dir={folder}", setting)
+
+    assert outcome.code == 2, outcome.err
+    assert outcome.err.count("error: ") == 1
+    assert setting.partition("=")[0] in outcome.err
+    assert message in outcome.err
+    assert outcome.seconds < WITHOUT_TORCH_S
+    assert not folder.exists()
+
+
+def test_all_faults_come_at_once() -> None:
+    outcome = refuse("generate.step=4", "run.sed=7", "parallel.world_size=none")
+
+    assert outcome.code == 2
+    assert outcome.err.count("error: ") == 3
+
+
+def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("here")
+
+    outcome = refuse(f"run.dir={tmp_path}")
+
+    assert outcome.code == 2
+    assert "run.dir" in outcome.err
+    assert "not empty" in outcome.err
+
+
+def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ensure(), folder)
+    weights = next((folder / "transformer").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+    outcome = refuse(f"model.path={folder}")
+
+    assert outcome.code == 2
+    assert f"transformer/{weights.name} has" in outcome.err
+    assert outcome.seconds < WITHOUT_TORCH_S
+
+
+@pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json", "vae"])
+def test_a_folder_that_lacks_a_part_is_refused(missing: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ensure(), folder)
+    target = folder / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+    outcome = refuse(f"model.path={folder}")
+
+    assert outcome.code == 2
+    assert missing.split("/")[0] in outcome.err
+
+
+def test_a_package_of_the_same_name_in_the_working_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("mine = True\n")
+
+    outcome = installed_command("generate", "--prompt", "a cat", cwd=tmp_path)
+
+    assert outcome.code == 2
+    assert str(tmp_path / "configs") in outcome.err
+    assert "run from another directory" in outcome.err
+    assert outcome.seconds < WITHOUT_TORCH_S
+
+
+def test_a_package_of_the_same_name_does_not_break_the_module_form(tmp_path: Path) -> None:
+    """`python -m runtime` puts the working directory first, so there the driver itself would import the stranger."""
+    for name in ("configs", "backends", "parallel", "runtime"):
+        shutil.copytree(CHECKOUT / name, tmp_path / "checkout" / name)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("mine = True\n")
+
+    outcome = module_command(tmp_path / "checkout", cwd=tmp_path)
+
+    assert outcome.code == 2
+    assert str(tmp_path / "configs") in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def installed_command(*arguments: str, cwd: Path) -> Outcome:
+    """The console script's way in: the project is importable, the working directory is not on the path."""
+    return _python(f"import sys; sys.path[0] = {str(CHECKOUT)!r}", *arguments, cwd=cwd)
+
+
+def module_command(checkout: Path, cwd: Path) -> Outcome:
+    """The working directory first, the project behind it."""
+    return _python(f"import sys; sys.path[:1] = [{str(cwd)!r}, {str(checkout)!r}]", "explain", cwd=cwd)
+
+
+def _python(path: str, *arguments: str, cwd: Path) -> Outcome:
+    import subprocess
+    import sys
+    import time
+
+    from tests.runtime.command import environment
+
+    code = f"{path}; sys.argv[1:] = {list(arguments)!r}; from runtime.__main__ import main; sys.exit(main())"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=environment(), check=False
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
