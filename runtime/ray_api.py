@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,18 @@ Item = Yielded | Ended | Raised | Died
 def inside_job() -> bool:
     """True in the driver of a submitted Ray job: its cluster is given by Ray."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def reachable(address: str, timeout_s: float = 5.0) -> bool:
+    """False if nothing listens at HOST:PORT; Ray itself would try for minutes, and print while it does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return True
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 def connect(address: str, cpus: int) -> bool:

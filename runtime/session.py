@@ -164,9 +164,11 @@ def _cluster_name(config: RunConfig) -> str:
 
 def _connect(config: RunConfig) -> bool:
     address = config.cluster.address
+    remedy = "start one with `ray start --head`, or use cluster.address=local"
+    if not (is_local(config) or ray_api.reachable(address)):
+        raise PlacementError([Fault("cluster.address", address, "nothing listens there", remedy)])
     try:
         return ray_api.connect(address, config.parallel.world_size or 2)
     except (ConnectionError, TimeoutError) as error:
         rule = f"no Ray cluster can be joined there ({str(error).splitlines()[0]})"
-        remedy = "start one with `ray start --head`, or use cluster.address=local"
         raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error

@@ -60,7 +60,10 @@ class ShardedModel:
             inputs = {key: spec for key, spec in entry.items() if not spec.split_output}
             outputs = {key: spec for key, spec in entry.items() if spec.split_output}
             if inputs:
-                module.register_forward_pre_hook(self._input_hook(module, inputs), with_kwargs=True)
+                # Of the model's own inputs (timesteps of each token) a rank without rows keeps one: the library cannot
+                # reshape none, and one broadcasts over no rows.
+                least = 0 if path else 1
+                module.register_forward_pre_hook(self._input_hook(module, inputs, least), with_kwargs=True)
             if outputs:
                 module.register_forward_hook(self._output_hook(outputs))
         embedder = getattr(self.model, "condition_embedder", None)
@@ -126,16 +129,18 @@ class ShardedModel:
         image = output[3]
         self.image_tokens = 0 if image is None else int(image.shape[1])
 
-    def _input_hook(self, module: torch.nn.Module, specs: Mapping[str, Any]) -> Callable[..., tuple[Args, Kwargs]]:
+    def _input_hook(
+        self, module: torch.nn.Module, specs: Mapping[str, Any], least: int
+    ) -> Callable[..., tuple[Args, Kwargs]]:
         positions = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
 
         def shard_inputs(_: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             positional = list(args)
             for name, spec in specs.items():
                 if name in kwargs:
-                    kwargs = {**kwargs, name: self._shard(kwargs[name], spec)}
+                    kwargs = {**kwargs, name: self._shard(kwargs[name], spec, least)}
                 elif positions[name] < len(positional):
-                    positional[positions[name]] = self._shard(positional[positions[name]], spec)
+                    positional[positions[name]] = self._shard(positional[positions[name]], spec, least)
             return tuple(positional), kwargs
 
         return shard_inputs
@@ -158,15 +163,18 @@ class ShardedModel:
             raise ValueError(f"{self.name}: an output that is gathered is [B, S, C]; the model's plan says {spec}")
         return gather_output
 
-    def _shard(self, tensor: Any, spec: Any) -> Any:
-        """This rank's rows of a tensor. One with another number of dimensions has no sequence and stays as it is."""
+    def _shard(self, tensor: Any, spec: Any, least: int = 0) -> Any:
+        """This rank's rows of a tensor, or `least` rows if it has fewer. A tensor with another number of dimensions has
+        no sequence and stays as it is.
+        """
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != spec.expected_dims:
             return tensor
         plan = self._current_plan()
         if tensor.shape[spec.split_dim] != plan.length:
             raise ValueError(f"{self.name}: a tensor {tuple(tensor.shape)} is to be split into {plan.length} rows")
         rows = plan.rows[self.context.mesh.rank]
-        return tensor.narrow(spec.split_dim, rows.start, len(rows))
+        count = max(len(rows), least)
+        return tensor.narrow(spec.split_dim, min(rows.start, plan.length - count), count)
 
     def _current_plan(self) -> ShardPlan:
         if self.plan is None:

@@ -244,4 +244,6 @@ def test_there_are_no_faults_exactly_if_a_variant_serves(name: str, call: Requir
 @given(call=REQUIREMENTS)
 def test_requirements_become_plain_values(call: Requirements) -> None:
     assert Requirements(**call.to_dict()) == call
+    plain = Requirements(call.head_size, call.num_heads, call.num_kv_heads, call.dtype, call.kind)
+    assert (plain.causal, plain.mask) == (False, "none")
     assert pickle.loads(pickle.dumps(call)) == call

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pickle
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +66,16 @@ def test_the_gpus_of_a_node_are_asked_of_nvidia_smi(nvidia_smi: Answer) -> None:
 @pytest.mark.parametrize("body", ["exit 9", 'echo "NVIDIA H200, 9.0, 143771"; exit 1', "echo No devices were found"])
 def test_a_driver_that_fails_has_no_gpus(nvidia_smi: Answer, body: str) -> None:
     nvidia_smi(body)
+    assert local_gpus() == ()
+
+
+def test_a_driver_that_hangs_has_no_gpus(nvidia_smi: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi('echo "NVIDIA H200, 9.0, 143771"')
+
+    def hang(command: list[str], *, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
     assert local_gpus() == ()
 
 

@@ -1,0 +1,53 @@
+"""Contexts and tensors for tests of attention layers, in the tests' own process and on live ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
+from configs.schema import AttentionConfig, AttentionSpec
+from parallel.context import AttentionContext
+from parallel.events import AttentionRan
+from parallel.mesh import Mesh
+from parallel.plan import ShardPlan
+from parallel.transport.torch_dist import TorchTransport
+
+CPU = torch.device("cpu")
+ONE_RANK = Mesh(0, 1, CPU)
+
+
+def context_of(
+    mesh: Mesh = ONE_RANK,
+    *,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    register: dict[str, str] | None = None,
+    emit: Callable[[Any], None] = lambda event: None,
+) -> AttentionContext:
+    """The context of a rank whose roles all go to one backend, or to the platform's choice."""
+    config = AttentionConfig(default=None if backend is None else AttentionSpec(backend))
+    name = str(dtype).removeprefix("torch.")
+    return AttentionContext(mesh, TorchTransport(mesh), Registry(register), config, DeviceFacts("cpu"), name, emit)
+
+
+def collecting(mesh: Mesh = ONE_RANK, **options: Any) -> tuple[AttentionContext, list[AttentionRan]]:
+    """A context, and the list of the events that it will have got."""
+    events: list[AttentionRan] = []
+    return context_of(mesh, emit=events.append, **options), events
+
+
+def rows_of(tensor: torch.Tensor, plan: ShardPlan, rank: int) -> torch.Tensor:
+    """A rank's rows of [B, S, ...]."""
+    rows = plan.rows[rank]
+    return tensor[:, rows.start : rows.stop]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the last bit: NaNs and the sign of zero count."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

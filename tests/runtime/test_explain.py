@@ -1,0 +1,105 @@
+"""`explain` answers without Ray, torch and weights, and says what it assumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.conftest import CHECKOUT
+from tests.runtime.command import raylysses
+from tests.wan_folders import folder
+
+
+def test_the_answer_names_role_backend_source_and_assumptions() -> None:
+    outcome = raylysses("explain", "--device", "cuda:9.0", "--packages", "all", "attention.per_role.cross=TORCH_SDPA")
+
+    assert outcome.code == 0, outcome.err
+    assert "cuda:9.0 (assumed)" in outcome.out
+    assert "all (assumed)" in outcome.out
+    rows = {line.split()[0]: line for line in outcome.out.splitlines() if line.startswith(("self ", "cross "))}
+    assert "FLASH_ATTN (fa3)" in rows["self"]
+    assert "platform" in rows["self"]
+    assert "TORCH_SDPA (torch)" in rows["cross"]
+    assert "attention.per_role.cross [command line]" in rows["cross"]
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "expected", "rejected"),
+    [
+        ("cpu", "all", "TORCH_SDPA", []),
+        ("cuda:9.0", "flash-attn-4=4.0.0b36", "FLASH_ATTN", []),
+        ("cuda:9.0", "here", "CUDNN_ATTN", ["FLASH_ATTN"]),
+        ("cuda:10.0", "all", "CUDNN_ATTN", []),
+        ("cuda:7.5", "all", "TORCH_SDPA", ["FLASH_ATTN", "CUDNN_ATTN"]),
+    ],
+)
+def test_the_platform_decides_for_hardware_that_is_not_here(
+    device: str, packages: str, expected: str, rejected: list[str]
+) -> None:
+    outcome = raylysses("explain", "--json", "--device", device, "--packages", packages)
+    report = json.loads(outcome.out)
+
+    assert outcome.code == 0, outcome.err
+    Draft202012Validator(json.loads((CHECKOUT / "docs" / "selection.schema.json").read_text())).validate(report)
+    for entry in report["entries"]:
+        assert entry["backend"] == expected
+        assert entry["ranks"] is None
+        assert entry["layers"] == 4
+        assert [candidate["backend"] for candidate in entry["rejected"]] == rejected
+        assert all(candidate["faults"] for candidate in entry["rejected"])
+
+
+def test_a_choice_that_cannot_serve_is_an_error_beside_the_roles_that_can() -> None:
+    outcome = raylysses("explain", "--device", "cpu", "attention.per_role.self=FLASH_ATTN")
+
+    assert outcome.code == 2
+    assert "attention.per_role.self=FLASH_ATTN: it runs on cuda devices only" in outcome.err
+    assert "cross" in outcome.out
+
+
+def test_image_keys_have_a_role_of_their_own(tmp_path: Path) -> None:
+    path = folder("wan2.1-i2v", tmp_path)
+    settings = [f"model.path={path}", "attention.per_role.cross=REFERENCE", "attention.per_role.self=auto"]
+    report = json.loads(raylysses("explain", "--json", "--device", "cpu", *settings).out)
+    by_role = {entry["role"]: entry for entry in report["entries"]}
+
+    assert set(by_role) == {"self", "cross", "cross.image"}
+    assert (by_role["cross.image"]["backend"], by_role["cross.image"]["source"]) == ("REFERENCE", "parent")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cuda"), "--device=cuda: is not a device"),
+        (("--device", "tpu"), "use cpu, cuda:9.0 (Hopper) or cuda:10.0 (Blackwell)"),
+        (("--packages", "flash-atn"), "no backend asks for that package"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    outcome = raylysses("explain", *arguments)
+
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("explain",)])
+def test_every_help_has_an_example(command: tuple[str, ...]) -> None:
+    outcome = raylysses(*command, "--help")
+
+    assert outcome.code == 0
+    assert "Example" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("genrate",), "did you mean generate?"), (("generate", "--promt", "x"), "Did you mean '--prompt'?")],
+)
+def test_a_misspelled_command_or_option_gets_the_right_one(arguments: tuple[str, ...], message: str) -> None:
+    outcome = raylysses(*arguments)
+
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.count("error: ") == 1

@@ -1,0 +1,184 @@
+"""Sessions on one live Ray: every Wan family over two ranks against stock diffusers, many requests, and what must not
+pass.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from configs.compose import compose
+from configs.faults import FaultError
+from configs.schema import RunConfig
+from parallel.events import AttentionRan
+from runtime.errors import DisagreementError
+from runtime.requests import Request, request_of
+from runtime.session import Observer, Session
+from runtime.tiny_wan import ensure
+from tests.wan_folders import folder
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+STEPS = 3
+# 3 x 5 x 3 = 45 tokens, which two ranks do not divide; 160 x 96 is whole patches for a VAE of 8 and of 16 pixels.
+SIZES = {8: (9, 80, 48), 16: (9, 160, 96)}
+
+
+def config_of(path: Path, world_size: int = 2, spatial: int = 8, *settings: str) -> RunConfig:
+    frames, height, width = SIZES[spatial]
+    config, faults = compose(
+        [
+            f"model.path={path}",
+            "generate.prompt='a red circle'",
+            f"generate.steps={STEPS}",
+            f"generate.frames={frames}",
+            f"generate.height={height}",
+            f"generate.width={width}",
+            f"parallel.world_size={world_size}",
+            "run.save_latents=true",
+            "run.outputs=[]",
+            "run.device=cpu",
+            *settings,
+        ],
+        environ={},
+    )
+    assert config is not None, faults
+    return config
+
+
+def picture(height: int, width: int) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def stock_latents(path: Path, request: Request) -> np.ndarray:
+    """The same request through diffusers alone."""
+    from PIL import Image
+
+    pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    image = {} if request.image is None else {"image": Image.open(io.BytesIO(request.image))}
+    two = {} if pipe.config.boundary_ratio is None else {"guidance_scale_2": request.guidance_2}
+    (latents,) = pipe(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_frames=request.frames,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="latent",
+        return_dict=False,
+        **image,
+        **two,
+    )
+    return np.asarray(latents.double())
+
+
+def distance(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(np.float64(a) - np.float64(b)) / np.linalg.norm(np.float64(b)))
+
+
+class Listener(Observer):
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, AttentionRan]] = []
+
+    def on_event(self, rank: int, event: Any) -> None:
+        if isinstance(event, AttentionRan):
+            self.ran.append((rank, event))
+
+
+@pytest.mark.parametrize(
+    ("name", "spatial", "roles"),
+    [
+        ("wan2.1-t2v", 8, {"self", "cross"}),
+        ("wan2.1-i2v", 8, {"self", "cross", "cross.image"}),
+        ("wan2.2-t2v-a14b", 8, {"self", "cross"}),
+        ("wan2.2-ti2v-5b", 16, {"self", "cross"}),
+    ],
+)
+def test_every_family_gives_over_two_ranks_what_diffusers_gives_alone(
+    name: str, spatial: int, roles: set[str], tmp_path: Path
+) -> None:
+    path = folder(name, tmp_path)
+    config = config_of(path, 2, spatial, "generate.guidance_2=2.0" if "a14b" in name else "generate.guidance=3.0")
+    request = request_of(config, picture(*SIZES[spatial][1:]) if "i2v" in name and spatial == 8 else None)
+    listener = Listener()
+
+    with Session(config, observer=listener) as session:
+        (made,) = session.generate([request])
+        report = session.report
+
+    assert distance(made.latents, stock_latents(path, request)) <= 1e-5
+    assert {event.selection.role for _, event in listener.ran} == roles
+    assert {event.model for _, event in listener.ran} == (
+        {"transformer", "transformer_2"} if "a14b" in name else {"transformer"}
+    )
+    assert report.agreed
+    assert {entry.role for entry in report.entries} == roles
+
+
+def test_one_group_serves_requests_of_other_sizes_and_prompts() -> None:
+    config = config_of(ensure(), 2)
+    first = request_of(config)
+    second = replace(first, prompt="a blue square", seed=3, frames=5, height=64, width=64)
+
+    with Session(config) as session:
+        together = session.generate([first, second])
+        (again,) = session.generate([first])
+        pids = [place.pid for place in session.places]
+
+    assert together[0].latents.shape != together[1].latents.shape
+    assert distance(again.latents, together[0].latents) == 0.0
+    assert len(set(pids)) == 2
+
+
+def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it() -> None:
+    config = config_of(ensure(), 1)
+
+    with Session(config) as session:
+        with pytest.raises(FaultError, match=r"generate\.frames=8"):
+            session.generate([request_of(config), replace(request_of(config), frames=8)])
+        assert len(session.generate([request_of(config)])) == 1
+
+
+def test_without_the_exchange_the_answer_is_another() -> None:
+    config = config_of(ensure(), 2)
+    request = replace(request_of(config), frames=5, height=64, width=64)
+    # 2 x 4 x 4 = 32 tokens, which two ranks divide: what a rank sends has the size of what it receives.
+
+    with Session(config) as session:
+        (right,) = session.generate([request])
+    with Session(config, worker="tests.runtime.doubles.IdentityRank") as session:
+        (wrong,) = session.generate([request])
+
+    assert distance(wrong.latents, right.latents) > 1e-3
+
+
+def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> None:
+    config = config_of(ensure(), 2, 8, "run.dtype=bfloat16")
+
+    with (
+        pytest.raises(DisagreementError) as caught,
+        Session(config, worker="tests.runtime.doubles.OddFactsRank"),
+    ):
+        pass
+
+    text = str(caught.value)
+    assert "TORCH_SDPA/torch" in text
+    assert "FLASH_ATTN/fa3" in text
+    assert "rank 0" in text
+    assert "rank 1" in text
+    assert caught.value.exit_code == 4

@@ -1,0 +1,65 @@
+"""What the README says is true: its Python runs, its keys and names exist, its commands are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from configs.compose import known_keys, presets
+from configs.schema import RunConfig
+from tests.conftest import CHECKOUT
+from tests.runtime.command import raylysses
+
+README = (CHECKOUT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    text = "\n".join(block for language, block in BLOCKS if language == "bash").replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [block for language, block in BLOCKS if language == "python"]
+
+    exec(compile(example, "README.md", "exec"), {})
+
+    assert "[(17, 128, 128, 3), (17, 128, 128, 3)]" in capsys.readouterr().out
+
+
+def test_the_explain_command_answers() -> None:
+    (command,) = [words for words in commands() if words[:2] == ["raylysses", "explain"]]
+
+    outcome = raylysses(*command[1:])
+
+    assert outcome.code == 0, outcome.err
+    assert "FLASH_ATTN (fa3)" in outcome.out
+
+
+def test_the_commands_name_keys_and_presets_that_exist() -> None:
+    settings = [word for words in commands() for word in words if re.match(r"[a-z_.]+=", word)]
+    known = {*known_keys(), "model"}
+
+    assert settings
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        assert key in known or key.startswith(("attention.per_role.", "attention.register.")), setting
+        assert key != "model" or value in presets()
+
+
+def test_every_setting_is_documented() -> None:
+    documented = set(re.findall(r"`([a-z_]+\.[a-z_0-9]+)", (CHECKOUT / "docs" / "settings.md").read_text()))
+
+    scalar_keys = {key for key in known_keys() if not key.startswith(("attention.per_role.", "attention.register."))}
+    assert scalar_keys <= documented
+    assert RunConfig.__dataclass_fields__.keys() == {key.partition(".")[0] for key in known_keys()} | {"attention"}
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (CHECKOUT / Path(target)).exists(), target
