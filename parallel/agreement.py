@@ -5,7 +5,6 @@ runs it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -14,22 +13,21 @@ import torch.distributed as dist
 from parallel.mesh import Mesh
 
 
-def digest(parts: Iterable[str]) -> int:
-    """A number that differs when the texts do; the same in every process, unlike `hash`."""
-    return zlib.crc32("\0".join(parts).encode())
-
-
 @dataclass(frozen=True)
 class ForwardFacts:
-    """What must be equal on all ranks before a forward. model, dtype and selections are digests of names."""
+    """What must be equal on all ranks before a forward. selections: every role and what serves it."""
 
     number: int
-    model: int
+    model: str
     batch: int
     length: int
     heads: int
-    dtype: int
-    selections: int
+    dtype: str
+    selections: str
+
+    def numbers(self) -> tuple[int, ...]:
+        """The facts as numbers of a fixed count; texts by a checksum that is the same in every process."""
+        return tuple(value if isinstance(value, int) else zlib.crc32(value.encode()) for value in astuple(self))
 
 
 class RankDisagreementError(Exception):
@@ -49,13 +47,17 @@ class RankDisagreementError(Exception):
 
 
 def agree(facts: ForwardFacts, mesh: Mesh) -> None:
-    """Compare the facts of all ranks over the control group. Raises RankDisagreementError, on every rank, if they
-    differ.
+    """Compare the facts of all ranks over the control group: one exchange of a few numbers, if they agree.
+
+    Raises RankDisagreementError, on every rank, if they do not.
     """
     if mesh.control is None:
         return
-    mine = torch.tensor(astuple(facts), dtype=torch.int64)
+    mine = torch.tensor(facts.numbers(), dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in range(mesh.world_size)]
     dist.all_gather(gathered, mine, group=mesh.control)
     if any(not torch.equal(mine, other) for other in gathered):
-        raise RankDisagreementError(tuple(ForwardFacts(*row.tolist()) for row in gathered))
+        # Every rank has seen the same numbers, so all of them come here, and can afford to exchange the texts.
+        told: list[ForwardFacts] = [facts] * mesh.world_size
+        dist.all_gather_object(told, facts, group=mesh.control)
+        raise RankDisagreementError(tuple(told))

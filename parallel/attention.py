@@ -113,6 +113,9 @@ class Attention(torch.nn.Module):
             raise ValueError(
                 f"{self.name}: key {tuple(key.shape)} and value {tuple(value.shape)} must both be {expected}"
             )
+        if not query.dtype == key.dtype == value.dtype:
+            dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
+            raise ValueError(f"{self.name}: query, key and value must have one dtype, not {dtypes}")
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             raise ValueError(f"{self.name}: the inputs require gradients; run under torch.no_grad()")
         if self.causal and self.strategy == "local" and query.shape[1] != key.shape[1]:

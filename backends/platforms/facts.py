@@ -107,7 +107,7 @@ def local_device(platform: str, distributions: Iterable[str]) -> DeviceFacts:
 def parse_device(text: str, packages: Mapping[str, str], all_packages: bool) -> DeviceFacts:
     """`cpu` or `cuda:9.0` as assumed facts. Raises FaultError for anything else."""
     platform, _, capability = text.partition(":")
-    if platform == "cpu" and not capability:
+    if text == "cpu":
         return DeviceFacts("cpu", packages=packages, all_packages=all_packages)
     if platform == "cuda":
         major, dot, minor = capability.partition(".")

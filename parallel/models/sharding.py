@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from backends.interface import Selection
-from parallel.agreement import ForwardFacts, agree, digest
+from parallel.agreement import ForwardFacts, agree
 from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import Traffic
@@ -42,14 +42,14 @@ class ShardedModel:
         self.rows = 0
         self.forwards = 0
         self.forwards_of_request = 0
-        self._selections = 0
+        self._selections = ""
         self._planned_calls: Counter[str] = Counter()
         self._planned_bytes: Counter[str] = Counter()
 
     def install(self) -> None:
         """Register the hooks. Call once, after all attention layers are in place."""
         chosen = {layer.selection for layer in self._attention_layers()}
-        self._selections = digest(sorted(f"{s.role}={s.backend}/{s.variant}/{s.class_path}" for s in chosen))
+        self._selections = ", ".join(sorted(f"{s.role}={s.backend}/{s.variant} ({s.class_path})" for s in chosen))
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
         for path, entry in plan.items():
@@ -99,9 +99,9 @@ class ShardedModel:
         mesh = self.context.mesh
         self.forwards += 1
         self.forwards_of_request += 1
-        dtype = digest([str(latent.dtype)])
+        dtype = str(latent.dtype)
         agree(
-            ForwardFacts(self.forwards, digest([self.name]), batch, length, self.facts.heads, dtype, self._selections),
+            ForwardFacts(self.forwards, self.name, batch, length, self.facts.heads, dtype, self._selections),
             mesh,
         )
         self.plan = plan_sequence(length, self.facts.heads, mesh.world_size)

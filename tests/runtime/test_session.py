@@ -62,11 +62,11 @@ def picture(height: int, width: int) -> bytes:
     return stream.getvalue()
 
 
-def stock_latents(path: Path, request: Request) -> np.ndarray:
+def stock_latents(path: Path, request: Request, dtype: torch.dtype = torch.float32) -> np.ndarray:
     """The same request through diffusers alone."""
     from PIL import Image
 
-    pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
+    pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     image = {} if request.image is None else {"image": Image.open(io.BytesIO(request.image))}
     two = {} if pipe.config.boundary_ratio is None else {"guidance_scale_2": request.guidance_2}
@@ -128,6 +128,18 @@ def test_every_family_gives_over_two_ranks_what_diffusers_gives_alone(
     )
     assert report.agreed
     assert {entry.role for entry in report.entries} == roles
+
+
+def test_in_16_bits_two_ranks_are_as_near_to_fp32_as_one_is() -> None:
+    config = config_of(ensure(), 2, 8, "run.dtype=bfloat16")
+    request = request_of(config)
+    exact = stock_latents(ensure(), request)
+
+    with Session(config) as session:
+        (made,) = session.generate([request])
+
+    alone = distance(stock_latents(ensure(), request, torch.bfloat16), exact)
+    assert 0 < distance(made.latents, exact) <= 1.5 * alone
 
 
 def test_one_group_serves_requests_of_other_sizes_and_prompts() -> None:
