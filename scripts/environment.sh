@@ -2,20 +2,25 @@
 # Usage: source scripts/environment.sh FOLDER EXTRAS
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
 if [[ -n ${PYTHON:-} ]]; then
   python=$PYTHON
 else
-  folder=$1 extras=$2
-  base=$(command -v python3.12 || command -v python3.11 || command -v python3)
-  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "python3=$("$base" --version): Raylysses needs Python 3.11 or newer; name one with PYTHON=" >&2
+  folder=$1 extras=$2 base=
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    if new_enough "$candidate"; then base=$candidate && break; fi
+  done
+  if [[ -z $base ]]; then
+    echo "PYTHON=: no Python 3.11 or newer is on the path; name one: PYTHON=/path/to/python bash $0" >&2
     exit 3
-  }
-  echo "Making a virtual environment in $folder with $("$base" --version) (some minutes the first time)"
+  fi
+  echo "Making a virtual environment in $folder with $("$base" --version); the first time takes some minutes"
   rm -rf "$folder"
   "$base" -m venv "$folder"
   python=$folder/bin/python
-  # torch first and alone: the pinned release may come as a CPU build, which the resolver must not replace.
+  # torch first and alone: its pinned release may be at hand as a CPU build, which the resolver must not replace.
   "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
   "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".$extras"
 fi
