@@ -38,6 +38,8 @@ def head() -> Iterator[tuple[str, str]]:
     # The entrypoint's `python` is looked up on the path of whoever starts Ray.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={jobs}"]
+    # The agent that starts jobs has a fixed port by default, and the other tests' cluster has one too.
+    command.append(f"--dashboard-agent-listen-port={free_port()}")
     process = subprocess.Popen(
         [*command, "--disable-usage-stats"],
         env=environment() | {"PATH": path},
