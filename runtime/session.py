@@ -145,6 +145,8 @@ class Session:
                 world_size=ground.world_size,
                 platform=ground.device.platform,
                 ordinal=place.ordinal,
+                host=place.host,
+                several_nodes=len({place.node_id for place in self.places}) > 1,
                 dtype=ground.dtype,
                 pipeline=folder.pipeline,
                 store=store,

@@ -20,7 +20,8 @@ Row = tuple[str, Selection, Strategy, int]
 class RankSpec:
     """What a rank is told at set-up. dtype and platform are settled (`auto` is the driver's to decide).
 
-    ordinal: of its GPU among those that the process sees. store: host and port of the store that the first rank keeps.
+    ordinal: of its GPU among those that the process sees. host: its node's address. several_nodes: whether the group
+    spans more than one. store: host and port of the store that the first rank keeps.
     timeout_s: of joining, and of any collective.
     """
 
@@ -28,6 +29,8 @@ class RankSpec:
     world_size: int
     platform: str
     ordinal: int
+    host: str
+    several_nodes: bool
     dtype: str
     pipeline: str
     store: tuple[str, int]

@@ -4,12 +4,14 @@ session.
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -63,6 +65,8 @@ class Rank:
         self.spec = spec
         device = self.device
         emit(Phase("join"))
+        if spec.several_nodes:
+            bind_to_interface(spec.host)
         if self._store is None:
             self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
         self.mesh = open_mesh(self._store, spec.rank, spec.world_size, device, spec.timeout_s)
@@ -120,6 +124,18 @@ class Rank:
             rows={model.name: model.rows for model in self._models},
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else 0,
         )
+
+
+def bind_to_interface(host: str) -> None:
+    """Let gloo and NCCL listen where the other nodes find this one, unless the environment already says where.
+
+    gloo takes the address that the host's own name resolves to, which is often the loopback; only these variables
+    move it.
+    """
+    names = [name for name, found in psutil.net_if_addrs().items() if any(each.address == host for each in found)]
+    for name in names[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _folder(path: str) -> Path:
