@@ -123,21 +123,21 @@ def _shifted(scheduler: Any, flow_shift: float) -> Any:
 
 @dataclass
 class PhaseClock:
-    """Seconds by phase; a phase ends when the next begins."""
+    """Seconds by phase; a phase ends when the next begins. since: when the present one began."""
 
     announce: Callable[[str], None]
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
+    since: float = 0.0
     _phase: str | None = None
-    _since: float = 0.0
 
     def enter(self, phase: str | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._phase is not None:
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self.since
+        self._phase, self.since = phase, now
         if phase is not None:
             self.announce(phase)
 
@@ -151,19 +151,19 @@ def clocked(pipe: Any, clock: PhaseClock) -> Iterator[None]:
         clock.enter(None)
 
 
-def denoise(pipe: Any, request: Request, on_step: Callable[[int, float], None]) -> torch.Tensor:
+def denoise(pipe: Any, request: Request, clock: PhaseClock, on_step: Callable[[int, float], None]) -> torch.Tensor:
     """The latents of a request [1, C, F, H, W] in fp32, on every rank. on_step gets the step, from 1, and its
     seconds.
     """
-    started = time.perf_counter()
+    last: float | None = None
 
     def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        nonlocal started
+        nonlocal last
         if pipe.mesh.device.type == "cuda":
             torch.cuda.synchronize(pipe.mesh.device)  # or the estimate would be of launches, not of steps
         now = time.perf_counter()
-        on_step(index + 1, now - started)
-        started = now
+        on_step(index + 1, now - (clock.since if last is None else last))
+        last = now
         return {}
 
     image = {} if request.image is None else {"image": _image(request)}

@@ -42,6 +42,9 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
         raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
     folder = read_folder(config.model.path)
     faults = name_faults(config.attention, folder, registry)
+    if config.generate.flow_shift is not None and not folder.shifts:
+        rule = "the folder's scheduler has no flow shift"
+        faults.append(Fault("generate.flow_shift", config.generate.flow_shift, rule, "leave it at null"))
     faults += [fault for request in requests for fault in request_faults(request, folder)]
     if config.parallel.world_size is not None:
         faults += world_size_faults(config.parallel.world_size, folder)

@@ -104,7 +104,9 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(device)
         clock = PhaseClock(lambda name: emit(Phase(name, index)), device)
         with clocked(self.pipe, clock):
-            latents = denoise(self.pipe, request, lambda step, seconds: emit(Step(index, step, request.steps, seconds)))
+            latents = denoise(
+                self.pipe, request, clock, lambda step, seconds: emit(Step(index, step, request.steps, seconds))
+            )
             if self.mesh.rank == FIRST and settings.save_latents:
                 emit(Artefact(index, "latents", latents.float().cpu().numpy()))
             if self.mesh.rank == FIRST and settings.outputs:
