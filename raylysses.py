@@ -20,8 +20,10 @@ _HOMES = {
     "Observer": "runtime.session",
     "Registry": "backends.registry",
     "Request": "runtime.requests",
+    "Requirements": "backends.interface",
     "RunConfig": "configs.schema",
     "Session": "runtime.session",
+    "Variant": "backends.interface",
     "attention_context": "parallel.context",
     "compose": "configs.compose",
     "get_attn_backend_for_role": "backends.selector",
@@ -39,3 +41,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if __name__ == "__main__":
+    from runtime.__main__ import main
+
+    raise SystemExit(main())

@@ -60,13 +60,16 @@ class Registry:
 def _load(name: str, path: str) -> type[AttentionBackend]:
     key = f"attention.register.{name}"
     module, _, attribute = path.rpartition(".")
+    remedy = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
+    if not module:
+        raise FaultError([Fault(key, path, "is not the path of a class in a module", remedy)])
     try:
-        found = getattr(importlib.import_module(module), attribute) if module else None
-    except (ImportError, SyntaxError, TypeError) as error:  # TypeError: a relative path, such as `..backend`
-        remedy = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
-        raise FaultError([Fault(key, path, f"cannot be imported: {error}", remedy)]) from error
-    except AttributeError as error:
-        raise FaultError([Fault(key, path, f"{module} has no {attribute}", "name a class that it has")]) from error
+        found = getattr(importlib.import_module(module), attribute, None)
+    except (Exception, SystemExit) as error:
+        rule = f"cannot be imported: {type(error).__name__}: {error}"
+        raise FaultError([Fault(key, path, rule, remedy)]) from error
+    if found is None:
+        raise FaultError([Fault(key, path, f"{module} has no {attribute}", "name a class that it has")])
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         remedy = "derive it from backends.interface.AttentionBackend"
         raise FaultError([Fault(key, path, "is not an AttentionBackend class", remedy)])

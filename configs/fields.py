@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,6 +27,9 @@ class Refusal:
     allowed: tuple[str, ...] = ()
 
 
+LONGEST_S = 1e6
+"""No timeout is longer, in seconds; what waits for it counts in 32 bits of milliseconds."""
+
 # check(value, source): `source` is the value as it was written, which is what a number given for a text stands for.
 Check = Callable[[Any, str], Any]
 
@@ -41,8 +45,9 @@ def _whole(minimum: int, maximum: int | None = None) -> Check:
     return check
 
 
-def _real(minimum: float, *, above: bool = False) -> Check:
+def _real(minimum: float, maximum: float = math.inf, *, above: bool = False) -> Check:
     limits = f"above {minimum:g}" if above else f"of at least {minimum:g}"
+    limits += "" if maximum == math.inf else f" and at most {maximum:g}"
 
     def check(value: Any, source: str) -> Any:
         if type(value) in (int, float):
@@ -50,7 +55,8 @@ def _real(minimum: float, *, above: bool = False) -> Check:
                 number = float(value)
             except OverflowError:  # an int beyond the largest float
                 number = math.inf
-            if math.isfinite(number) and (number > minimum if above else number >= minimum):
+            low_enough = math.isfinite(number) and number <= maximum
+            if low_enough and (number > minimum if above else number >= minimum):
                 return number
         return Refusal(f"takes a finite number {limits}", "give one, such as 3.0")
 
@@ -62,7 +68,9 @@ def _text(*, empty: bool = False) -> Check:
         if type(value) in (int, float):
             value = source
         if not isinstance(value, str):
-            return Refusal("takes text", f"put it in quotes, \"KEY='{source}'\" in a shell")
+            return Refusal("takes text", f"put it in quotes, as '{source}'")
+        if any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
+            return Refusal("has a character that is not text", "leave it out")
         if value == "???":
             return Refusal("is marked as still to be set", "set it, or leave it out")
         if not value.strip() and not empty:
@@ -114,6 +122,16 @@ def _ranks(value: Any, source: str) -> Any:
     return Refusal("takes a whole number of at least 1, or auto", "give the number of ranks, or leave it on auto")
 
 
+def _address(value: Any, source: str) -> Any:
+    if isinstance(value, str):
+        host, _, port = value.rpartition(":")
+        is_address = re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", host) and port.isdecimal() and int(port) < 65536
+        if value == "local" or is_address:
+            return value
+    remedy = "write the address that `ray start --head` prints, such as 10.0.0.1:6379, or local"
+    return Refusal("takes local, or HOST:PORT of a Ray head", remedy)
+
+
 def _backend(value: Any, source: str) -> Any:
     """A name, which `backends` checks. It comes as a mapping where an interpolation points at another choice."""
     if isinstance(value, dict) and set(value) >= {"backend"}:
@@ -155,13 +173,13 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "generate.frames": _whole(1),
         "generate.height": _whole(1),
         "generate.width": _whole(1),
-        "generate.fps": _whole(1),
+        "generate.fps": _whole(1, 1000),
         "generate.image": _optional(_text()),
         DEFAULT: _backend_or_none,
         "parallel.world_size": _ranks,
-        "cluster.address": _text(),
-        "cluster.start_timeout_s": _real(0, above=True),
-        "cluster.stall_timeout_s": _real(0, above=True),
+        "cluster.address": _address,
+        "cluster.start_timeout_s": _real(0, LONGEST_S, above=True),
+        "cluster.stall_timeout_s": _real(0, LONGEST_S, above=True),
         "run.seed": _whole(0, 2**63 - 1),
         "run.dir": _optional(_text()),
         "run.dtype": _choice(DTYPES),

@@ -73,7 +73,7 @@ class ParallelConfig:
 class ClusterConfig:
     """How the run meets Ray.
 
-    address: `local` starts a cluster of this run's own (inside a Ray job: the job's); `auto` or HOST:PORT joins one.
+    address: `local` starts a cluster of this run's own (inside a Ray job: the job's); HOST:PORT joins one.
     start_timeout_s: how long the ranks' resources may take to become free, in seconds.
     stall_timeout_s: how long no rank may report anything before the run counts as stuck, in seconds.
     """

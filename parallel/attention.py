@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from backends.interface import AttentionMetadata, Kind
@@ -88,11 +90,22 @@ class Attention(torch.nn.Module):
         self._check(query, key, value, metadata, plan)
         seen: QueryKeyValue = (query, key, value)
         if self.strategy == "ulysses" and plan is not None:
-            out, seen = ulysses_attention(seen, self.impl, metadata, plan, self.context.transport)
+            out, seen = ulysses_attention(seen, partial(self._compute, metadata), plan, self.context.transport)
         else:
-            out = self.impl.forward(query, key, value, metadata)
+            out = self._compute(metadata, query, key, value)
         if not self._reported:
             self._report(query, seen)
+        return out
+
+    def _compute(
+        self, metadata: AttentionMetadata, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        out = self.impl.forward(query, key, value, metadata)
+        if out.shape != query.shape or out.dtype != query.dtype:
+            raise ValueError(
+                f"{self.name}: {self.impl.kernel} of {self.selection.backend} returned {out.dtype} {tuple(out.shape)}; "
+                f"a backend returns what its query is, {query.dtype} {tuple(query.shape)}"
+            )
         return out
 
     def _check(

@@ -6,6 +6,7 @@ find there is compared with the driver's sources before anything is imported.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -68,10 +69,27 @@ class RankActor:
         self._rank = getattr(importlib.import_module(module), name)()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._rank, method)(*arguments)
+        with _portable_errors():
+            return getattr(self._rank, method)(*arguments)
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        yield from getattr(self._rank, method)(*arguments)
+        with _portable_errors():
+            yield from getattr(self._rank, method)(*arguments)
+
+
+@contextlib.contextmanager
+def _portable_errors() -> Iterator[None]:
+    """An exception that would not survive its way to the driver goes there as a RuntimeError with its type and text."""
+    import ray
+
+    try:
+        yield
+    except Exception as error:
+        try:
+            ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+        except Exception:  # noqa: BLE001  whatever an exception's own __reduce__ and __init__ may raise
+            raise RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}") from None
+        raise
 
 
 def probe(distributions: tuple[str, ...], expected: dict[str, tuple[str, str] | None], root: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ faults at once.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
@@ -65,44 +66,71 @@ def _backend_name_faults(key: str, name: str, config: AttentionConfig, registry:
 
 
 def request_faults(request: Request, folder: FolderFacts) -> list[Fault]:
-    """Sizes that the model would have to round, and an image where none is taken or where one is missing."""
+    """Sizes that the model would have to round or cannot place, and what it would leave unused or lacks."""
+    return [*_size_faults(request, folder), *_guidance_faults(request, folder), *_image_faults(request, folder)]
+
+
+def _size_faults(request: Request, folder: FolderFacts) -> list[Fault]:
     found = []
-    patch = next(iter(folder.models.values())).patch
+    model = next(iter(folder.models.values()))
     if (request.frames - 1) % folder.temporal:
         below = (request.frames - 1) // folder.temporal * folder.temporal + 1
         rule = f"a video has {folder.temporal}n + 1 frames"
         found.append(Fault("generate.frames", request.frames, rule, f"use {below} or {below + folder.temporal}"))
-    for name, size, unit in (("height", request.height, patch[1]), ("width", request.width, patch[2])):
+    for name, size, unit in (("height", request.height, model.patch[1]), ("width", request.width, model.patch[2])):
         step = lcm(folder.spatial * unit, 16)
         if size % step:
             below = max(size // step * step, step)
             rule = f"it must be a multiple of {step}"
             found.append(Fault(f"generate.{name}", size, rule, f"use {below} or {below + step}"))
-    if folder.takes_image and request.image is None:
-        rule = f"the model ({folder.pipeline}) starts from an image"
-        found.append(Fault("generate.image", None, rule, "add generate.image=FILE"))
-    if request.image is not None and not folder.takes_image:
-        rule = f"the model ({folder.pipeline}) takes no image"
-        found.append(Fault("generate.image", "...", rule, "leave it out, or give an image-to-video folder"))
+        elif size // (folder.spatial * unit) > model.axis_limit:
+            limit = model.axis_limit * folder.spatial * unit
+            found.append(Fault(f"generate.{name}", size, f"the model places at most {limit} pixels", f"use {limit}"))
+    if ((request.frames - 1) // folder.temporal + 1) // model.patch[0] > model.axis_limit:
+        limit = (model.axis_limit * model.patch[0] - 1) * folder.temporal + 1
+        found.append(Fault("generate.frames", request.frames, f"the model places at most {limit}", f"use {limit}"))
     return found
 
 
-def read_image(config: RunConfig) -> tuple[bytes | None, list[Fault]]:
-    """The bytes of `generate.image`, checked to be an image that can be opened."""
-    path = config.generate.image
+def _guidance_faults(request: Request, folder: FolderFacts) -> list[Fault]:
+    found = []
+    if request.guidance_2 is not None and not folder.two_stage:
+        rule = "the model has one stage, and nothing would use it"
+        found.append(Fault("generate.guidance_2", request.guidance_2, rule, "leave it out"))
+    if request.negative_prompt and request.guidance <= 1:
+        rule = f"without guidance (generate.guidance={request.guidance:g}) nothing would use it"
+        found.append(
+            Fault("generate.negative_prompt", request.negative_prompt, rule, "raise generate.guidance above 1")
+        )
+    return found
+
+
+def _image_faults(request: Request, folder: FolderFacts) -> list[Fault]:
+    if folder.takes_image and request.image is None:
+        rule = f"the model ({folder.pipeline}) starts from an image"
+        return [Fault("generate.image", None, rule, "add generate.image=FILE")]
+    if request.image is not None and not folder.takes_image:
+        rule = f"the model ({folder.pipeline}) takes no image"
+        return [Fault("generate.image", None, rule, "leave it out, or give an image-to-video folder")]
+    return []
+
+
+def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
+    """The bytes of an image file that can be opened to its last row; none for None."""
     if path is None:
         return None, []
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
-        with Image.open(path) as picture:
-            picture.verify()
-        return Path(path).read_bytes(), []
-    except UnidentifiedImageError:
-        return None, [Fault("generate.image", path, "it is not an image that can be read", "give a PNG or JPEG file")]
-    except OSError as error:
-        rule = f"it cannot be read ({error.strerror or error})"
-        return None, [Fault("generate.image", path, rule, "give the path of an image file")]
+        content = Path(path).read_bytes()
+        with Image.open(io.BytesIO(content)) as picture:
+            picture.load()
+    except (SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged or a huge file
+        return None, [Fault("generate.image", path, f"it cannot be opened ({error})", "give a PNG or JPEG file")]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return None, [Fault("generate.image", path, f"it cannot be read ({reason})", "give a whole PNG or JPEG file")]
+    return content, []
 
 
 def world_size_faults(world_size: int, folder: FolderFacts) -> list[Fault]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from configs.compose import compose
+from configs.compose import compose, known_keys
 from configs.faults import FaultError, nearest
 from configs.overrides import quote
 from configs.schema import RunConfig
@@ -64,9 +64,7 @@ def generate_command(prompt: str | None, config: Path | None, overrides: tuple[s
     arguments = [*overrides, *([] if prompt is None else [f"generate.prompt={quote(prompt)}"])]
     folder = generate(_compose(arguments, config))
     click.echo(f"\nThe run is in {folder}")
-    for name in ("video.mp4", "frames.png", "latents.safetensors", "selection.json"):
-        if (folder / name).exists():
-            click.echo(f"  {name}")
+    click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
 @cli.command("explain")
@@ -74,9 +72,12 @@ def generate_command(prompt: str | None, config: Path | None, overrides: tuple[s
     "--device", default="here", help="here, cpu, or a compute capability such as cuda:9.0.", show_default=True
 )
 @click.option("--packages", default="here", help="here, all, or NAME=VERSION,...", show_default=True)
+@click.option("--prompt", help="Not needed; taken so that a `generate` line can be asked about as it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/selection.schema.json).")
 @_configuration_options
-def explain_command(device: str, packages: str, as_json: bool, config: Path | None, overrides: tuple[str, ...]) -> None:
+def explain_command(
+    device: str, packages: str, prompt: str | None, as_json: bool, config: Path | None, overrides: tuple[str, ...]
+) -> None:
     """Say which backend each attention role would get, and why the others were passed over.
 
     Needs no GPU, no weights and no cluster: --device and --packages state a machine that is not here.
@@ -88,9 +89,7 @@ def explain_command(device: str, packages: str, as_json: bool, config: Path | No
     from runtime.explain import explain
     from runtime.progress import print_faults, print_selection
 
-    has_prompt = any(override.startswith("generate.prompt=") for override in overrides)
-    unused_prompt = [] if has_prompt else ["generate.prompt='-'"]
-    answer = explain(_compose([*overrides, *unused_prompt], config), device, packages)
+    answer = explain(_compose_without_prompt(overrides, config), device, packages)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=2))
     else:
@@ -104,11 +103,30 @@ def explain_command(device: str, packages: str, as_json: bool, config: Path | No
         raise SystemExit(FaultError.exit_code)
 
 
+def _compose_without_prompt(arguments: Sequence[str], file: Path | None) -> RunConfig:
+    """Compose; a prompt that nobody gave is not missed."""
+    config, faults = compose(arguments, file=file)
+    if config is None and {fault.key for fault in faults} == {"generate.prompt"}:
+        return _compose([*arguments, "generate.prompt='-'"], file)
+    if config is None:
+        raise FaultError(fault for fault in faults if fault.key != "generate.prompt" or fault.value is not None)
+    return config
+
+
 def _compose(arguments: Sequence[str], file: Path | None) -> RunConfig:
     config, faults = compose(arguments, file=file)
     if config is None or faults:
         raise FaultError(faults)
     return config
+
+
+def _option_message(error: click.NoSuchOption) -> str:
+    """Users of other tools look for an option where ours is a setting."""
+    name = error.option_name.lstrip("-").replace("-", "_")
+    settings = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    if settings:
+        return f"{error.option_name}: is a setting here, not an option; write {' or '.join(settings)}=..."
+    return error.format_message()
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -121,6 +139,9 @@ def run(arguments: Sequence[str]) -> int:
     except FaultError as error:
         print_faults(error.faults, sys.stderr)
         return error.exit_code
+    except click.NoSuchOption as error:
+        print(f"error: {_option_message(error)}", file=sys.stderr)
+        return FaultError.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return FaultError.exit_code

@@ -104,3 +104,6 @@ class TerminatedError(Exception):
     @property
     def exit_code(self) -> int:
         return 128 + self.signum
+
+    def __str__(self) -> str:
+        return f"stopped by signal {self.signum}"

@@ -43,7 +43,7 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     Raises FaultError for a configuration, a model folder or an option that cannot be read.
     """
     registry = Registry(config.attention.register)
-    folder = read_folder(config.model.path)
+    folder = read_folder(config.model.path, weights=False)
     raise_if_any(name_faults(config.attention, folder, registry))
     facts = assumed_device(config, device, packages, registry)
     gpus = len(local_gpus()) if device == "here" else 1
@@ -79,7 +79,8 @@ def assumed_device(config: RunConfig, device: str, packages: str, registry: Regi
 def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for part in text.split(","):
-        name, _, version = part.partition("=")
+        name, _, version = part.replace("==", "=").partition("=")
+        name = name.strip().replace("_", "-").lower()
         if name not in known:
             rule = "no backend asks for that package"
             remedy = f"use here, all, or NAME=VERSION with a name out of {', '.join(known)}"
@@ -91,5 +92,7 @@ def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:
 def _package_text(facts: DeviceFacts, packages: str) -> str:
     if facts.all_packages:
         return "all (assumed)"
-    listed = ", ".join(f"{name} {version}" for name, version in facts.packages.items()) or "none of the backends' own"
+    listed = (
+        ", ".join(f"{name} {version}" for name, version in facts.packages.items()) or "none that a backend asks for"
+    )
     return f"{listed} ({'installed here' if packages == 'here' else 'assumed'})"

@@ -6,28 +6,35 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from configs.compose import to_mapping
+from configs.faults import FaultError
 from configs.schema import RunConfig
 from parallel.events import RequestRan, Step
+from runtime import ray_api
 from runtime.check import raise_if_any, read_image
-from runtime.errors import RankError, RankPlace, TerminatedError
+from runtime.errors import PlacementError, RankError, RankPlace, TerminatedError
 from runtime.progress import Progress, make_progress, print_selection
 from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
+from runtime.signals import signals_held, terminated_by_signal
 from runtime.summary import RequestRecord, Status, failure_of, summary, versions
 from runtime.video import encoder_fault
 
 
 class _Recorder(Observer):
-    """Keeps what the ranks report, in the run folder, and shows it."""
+    """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, request: Request) -> None:
-        self._folder = folder
+    def __init__(self, config: RunConfig, path: Path, progress: Progress, request: Request) -> None:
+        self.folder: RunFolder | None = None
+        self.session = Session(config, observer=self)
+        self._config = config
+        self._path = path
         self._progress = progress
         self._request = request
         self._started = time.monotonic()
@@ -39,70 +46,106 @@ class _Recorder(Observer):
 
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
+        self.folder = RunFolder.create(self._path)
+        # Given back with --config, it makes a new run, in a folder of its own.
+        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
+        self.folder.write_config(mapping, registered=self._config.attention.register)
+        self.write_reports("running")
 
     def on_event(self, rank: int, event: Any) -> None:
-        self._folder.append(rank, event)
+        if self.folder is not None:
+            self.folder.append(rank, event)
         self._progress.on_event(rank, event)
         if isinstance(event, RequestRan):
             self._ran[rank] = event
         elif isinstance(event, Step):
             self._steps[rank].append(event)
 
-    def write_summary(self, session: Session, status: Status, error: BaseException | None = None) -> None:
+    def write_reports(self, status: Status, error: BaseException | None = None) -> None:
+        """summary.json and selection.json as they stand; nothing if the run has not come so far as to have a folder."""
+        if self.folder is None:
+            return
         steps = {rank: tuple(events) for rank, events in self._steps.items()}
-        asked = self._request
-        self._folder.write_summary(
+        asked, session = self._request, self.session
+        self.folder.write_summary(
             summary(
                 status=status,
                 world_size=session.world_size,
                 device=session.device.label if session.device is not None else "",
                 ranks=session.places,
                 requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
-                elapsed_s=time.monotonic() - self._started,
+                elapsed_s=self.elapsed_s,
                 versions=versions(),
                 error=None if error is None else failure_of(error),
             )
         )
+        self.folder.write_selection(session.report)
+        if isinstance(error, RankError) and error.trouble.traceback:
+            self.folder.write_traceback(error.trouble.place.rank, error.trouble.traceback)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
 
 
 def generate(config: RunConfig) -> Path:
     """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
-    image, faults = read_image(config)
-    if "video" in config.run.outputs:
-        fault = encoder_fault()
-        faults += [] if fault is None else [fault]
-    raise_if_any(faults)
-    request = request_of(config, image)
-    Session(config).check([request])
-    path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
-    with RunFolder.create(path.absolute()) as folder, make_progress(1) as progress:
-        folder.write_config(to_mapping(config))
-        recorder = _Recorder(folder, progress, request)
-        session = Session(config, observer=recorder)
+    with terminated_by_signal(), make_progress(1) as progress:
+        request = _checked_request(config)
+        path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
+        RunFolder.refuse_if_taken(path.absolute())
+        if config.run.dir is None and ray_api.inside_job():
+            progress.message(
+                "run.dir is not set: the run goes into the job's working directory, which Ray deletes some day"
+            )
+        recorder = _Recorder(config, path.absolute(), progress, request)
+        session = recorder.session
         try:
             with session:
-                recorder.write_summary(session, "running")
                 (generation,) = session.generate([request])
-            _write_outputs(generation, config, folder)
+            folder = _write_outputs(generation, config, recorder)
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
-            recorder.write_summary(session, "interrupted" if stopped else "failed", error)
-            _write_traceback(folder, error)
+            with signals_held():
+                stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
+                recorder.write_reports("interrupted" if stopped else "failed", error)
+            if recorder.folder is not None:
+                progress.message(f"what the run recorded until then is in {recorder.folder.path}")
             raise
         finally:
-            folder.write_selection(session.report)
-        recorder.write_summary(session, "done")
+            if recorder.folder is not None:
+                recorder.folder.close()
+        recorder.write_reports("done")
+        progress.message(f"done in {recorder.elapsed_s:.0f} s")
     print_selection(session.report, sys.stdout)
     return folder.path
 
 
-def _write_outputs(generation: Generation, config: RunConfig, folder: RunFolder) -> None:
+def _checked_request(config: RunConfig) -> Request:
+    """The request, if nothing speaks against it that can be known before anything starts; FaultError has all that
+    does.
+    """
+    image, faults = read_image(config.generate.image)
+    if "video" in config.run.outputs:
+        fault = encoder_fault()
+        faults += [] if fault is None else [fault]
+    request = request_of(config, image)
+    try:
+        Session(config).check([request])
+    except PlacementError:
+        raise
+    except FaultError as error:
+        told = {fault.key for fault in faults}
+        faults += [fault for fault in error.faults if fault.key not in told]
+    raise_if_any(faults)
+    return request
+
+
+def _write_outputs(generation: Generation, config: RunConfig, recorder: _Recorder) -> RunFolder:
+    folder = recorder.folder
+    if folder is None:
+        raise RuntimeError("a session that has generated had no places")
     if generation.frames is not None:
         folder.write_frames(generation.frames, generation.request.fps, config.run.outputs)
     if generation.latents is not None:
         folder.write_latents(generation.latents)
-
-
-def _write_traceback(folder: RunFolder, error: BaseException) -> None:
-    if isinstance(error, RankError) and error.trouble.traceback:
-        folder.write_traceback(error.trouble.place.rank, error.trouble.traceback)
+    return folder

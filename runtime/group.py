@@ -104,17 +104,16 @@ class RankGroup:
 
     def _answers(self, references: Sequence[Any], places: Sequence[RankPlace]) -> list[Any]:
         timeout = self._cluster.start_timeout_s
-        answers = []
-        for place, reference in zip(places, references, strict=True):
-            outcome = ray_api.result(reference, timeout)
-            if outcome is None:
-                rule = f"its process did not answer within {timeout:g} s"
-                remedy = "raise cluster.start_timeout_s, or look at the node's load"
-                raise PlacementError([Fault(f"rank {place.rank}", None, rule, remedy)])
-            if not isinstance(outcome, ray_api.Yielded):
+        outcomes = ray_api.outcomes(references, timeout)
+        for place, outcome in zip(places, outcomes, strict=True):
+            if isinstance(outcome, ray_api.Raised | ray_api.Died):
                 raise RankError(trouble(place, "start", outcome))
-            answers.append(outcome.value)
-        return answers
+        silent = [place.rank for place, outcome in zip(places, outcomes, strict=True) if outcome is None]
+        if silent:
+            rule = f"the processes of ranks {silent} did not answer within {timeout:g} s"
+            remedy = "raise cluster.start_timeout_s, or look at their nodes' load"
+            raise PlacementError([Fault("start", None, rule, remedy)])
+        return [outcome.value for outcome in outcomes if isinstance(outcome, ray_api.Yielded)]
 
 
 def require_same_sources(found: ray_api.Sources, host: str) -> None:

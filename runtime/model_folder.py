@@ -20,12 +20,13 @@ PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 SHIFTS = {"flow_shift", "shift"}
 TRANSFORMERS = ("transformer", "transformer_2")
 GIVE_FOLDER = "give a local folder that diffusers' save_pretrained wrote"
+COPY_AGAIN = "copy the folder again"
 
 
 @dataclass(frozen=True)
 class FolderFacts:
     """models: by component name (`transformer`, `transformer_2`). temporal, spatial: pixels per latent, in frames and
-    in rows. shifts: whether the scheduler has a flow shift to set.
+    in rows. shifts: whether the scheduler has a flow shift to set. two_stage: whether a second transformer takes over.
     """
 
     pipeline: str
@@ -34,105 +35,135 @@ class FolderFacts:
     spatial: int
     takes_image: bool
     shifts: bool
+    two_stage: bool
 
     @property
     def heads(self) -> int:
         return next(iter(self.models.values())).heads
 
 
-def read_folder(path: str) -> FolderFacts:
-    """The facts of a folder, or of a built-in model. Raises FaultError with everything that is missing or cut short."""
+def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
+    """The facts of a folder, or of a built-in model; without `weights`, from its JSON files alone.
+
+    Raises FaultError with everything that is missing or cut short.
+    """
     if path.startswith(BUILT_IN_PREFIX):
         return _built_in(path)
     folder = Path(path)
-    if not folder.is_dir():
-        raise FaultError([Fault(KEY, path, "there is no such folder", GIVE_FOLDER)])
+    if not _is_folder(folder):
+        raise FaultError([_fault(path, "there is no such folder", GIVE_FOLDER)])
     index = _read_json(folder / "model_index.json", path)
-    components = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
-    faults = [fault for name in components for fault in _component_faults(folder / name, path)]
-    if faults:
-        raise FaultError(faults)
+    components = [name for name, value in index.items() if isinstance(value, list) and value and value[0] is not None]
+    if weights:
+        faults = [fault for name in components for fault in _component_faults(folder / name, path)]
+        if faults:
+            raise FaultError(faults)
     configs = {
         name: _read_json(folder / name / "config.json", path) for name in (*TRANSFORMERS, "vae") if name in components
     }
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json", path)
-    return _facts(index, {**configs, "scheduler": scheduler}, path)
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    configs["scheduler"] = _read_json(scheduler, path) if weights or scheduler.is_file() else {}
+    return _facts(index, configs, path)
 
 
 def _built_in(path: str) -> FolderFacts:
     name = path.removeprefix(BUILT_IN_PREFIX)
     if name not in BUILT_IN:
         known = tuple(BUILT_IN_PREFIX + known for known in BUILT_IN)
-        raise FaultError([Fault(KEY, path, "no built-in model has that name", unknown_name_remedy(path, known), known)])
+        remedy = unknown_name_remedy(path, known)
+        raise FaultError([Fault(KEY, path, "no built-in model has that name", remedy, known)])
     spec = BUILT_IN[name]
     index = {"_class_name": spec.pipeline, **spec.model_index}
-    configs = {
-        "transformer": dict(spec.transformer, _class_name="WanTransformer3DModel"),
-        "vae": dict(spec.vae),
-        "scheduler": dict(spec.scheduler),
-    }
-    return _facts(index, configs, path)
+    transformer = dict(spec.transformer, _class_name="WanTransformer3DModel")
+    return _facts(index, {"transformer": transformer, "vae": spec.vae, "scheduler": spec.scheduler}, path)
 
 
 def _facts(index: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], path: str) -> FolderFacts:
     pipeline = str(index.get("_class_name"))
     if pipeline not in PIPELINES:
         rule = f"its pipeline is {pipeline}, which is not served"
-        raise FaultError([Fault(KEY, path, rule, f"give a folder of {' or '.join(PIPELINES)}", PIPELINES)])
-    models = {name: describe(configs[name]) for name in TRANSFORMERS if name in configs}
-    if not models or "vae" not in configs:
-        missing = "a transformer" if not models else "a vae"
-        raise FaultError([Fault(KEY, path, f"it has no {missing[2:]}", GIVE_FOLDER)])
-    vae = configs["vae"]
-    temporal, spatial = int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
-    shifts = not SHIFTS.isdisjoint(configs["scheduler"])
-    return FolderFacts(pipeline, models, temporal, spatial, pipeline == "WanImageToVideoPipeline", shifts)
+        raise FaultError([_fault(path, rule, f"give a folder of {' or '.join(PIPELINES)}")])
+    missing = [
+        name
+        for name in ("transformer", "vae")
+        if not (name in configs or (name == "transformer" and "transformer_2" in configs))
+    ]
+    if missing:
+        raise FaultError([_fault(path, f"it has no {' and no '.join(missing)}", GIVE_FOLDER)])
+    try:
+        models = {name: describe(configs[name]) for name in TRANSFORMERS if name in configs}
+        vae = configs["vae"]
+        temporal, spatial = int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
+    except FaultError as error:
+        raise FaultError([_fault(path, fault.rule, fault.remedy) for fault in error.faults]) from error
+    except (TypeError, ValueError) as error:
+        raise FaultError([_fault(path, f"vae/config.json cannot be read ({error})", COPY_AGAIN)]) from error
+    return FolderFacts(
+        pipeline=pipeline,
+        models=models,
+        temporal=max(temporal, 1),
+        spatial=max(spatial, 1),
+        takes_image=pipeline == "WanImageToVideoPipeline",
+        shifts=not SHIFTS.isdisjoint(configs["scheduler"]),
+        two_stage=index.get("boundary_ratio") is not None,
+    )
+
+
+def _fault(path: str, rule: str, remedy: str) -> Fault:
+    return Fault(KEY, path, rule, remedy)
+
+
+def _is_folder(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _read_json(file: Path, path: str) -> dict[str, Any]:
+    name = file.relative_to(path)
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        rule = f"{file.relative_to(path)} is missing or cannot be read ({error.strerror})"
-        raise FaultError([Fault(KEY, path, rule, GIVE_FOLDER)]) from error
-    except ValueError as error:
-        rule = f"{file.relative_to(path)} is not JSON ({error})"
-        raise FaultError([Fault(KEY, path, rule, "copy the folder again")]) from error
+        rule = f"{name} is missing or cannot be read ({error.strerror})"
+        raise FaultError([_fault(path, rule, GIVE_FOLDER)]) from error
+    except (ValueError, RecursionError) as error:
+        raise FaultError([_fault(path, f"{name} is not JSON ({error})", COPY_AGAIN)]) from error
     if not isinstance(content, dict):
-        raise FaultError([Fault(KEY, path, f"{file.relative_to(path)} is not a mapping", GIVE_FOLDER)])
+        raise FaultError([_fault(path, f"{name} is not a mapping", GIVE_FOLDER)])
     return content
 
 
 def _component_faults(folder: Path, path: str) -> list[Fault]:
+    """What is missing of a component, or cut short."""
     if not folder.is_dir():
-        return [Fault(KEY, path, f"its component {folder.name} is missing", "copy the folder again")]
-    expected = {folder / shard for index in folder.glob("*.safetensors.index.json") for shard in _shards(index)}
-    missing = [
-        Fault(KEY, path, f"{file.relative_to(path)} is missing", "copy the folder again")
-        for file in sorted(expected)
-        if not file.is_file()
-    ]
-    cut = [
-        Fault(KEY, path, f"{file.relative_to(path)} {problem}", "copy the folder again")
-        for file in sorted(folder.glob("*.safetensors"))
-        if (problem := weights_problem(file)) is not None
-    ]
-    return missing + cut + _missing_weights(folder, path)
+        return [_fault(path, f"its component {folder.name} is missing", COPY_AGAIN)]
+    problems: dict[Path, str] = {}
+    for index in folder.glob("*.safetensors.index.json"):
+        for shard in _shards(index):
+            if shard is None:
+                problems[index] = "names no shards"
+            elif not (folder / shard).is_file():
+                problems[folder / shard] = "is missing"
+    files = sorted(folder.glob("*.safetensors"))
+    problems |= {file: problem for file in files if (problem := weights_problem(file)) is not None}
+    if not files and not any(folder.glob("*.bin")) and _is_network(folder):
+        problems[folder] = "has no weights"
+    return [_fault(path, f"{file.relative_to(path)} {problem}", COPY_AGAIN) for file, problem in problems.items()]
 
 
-def _missing_weights(folder: Path, path: str) -> list[Fault]:
-    is_network = (folder / "config.json").is_file() and not (folder / "preprocessor_config.json").is_file()
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    if not is_network or has_weights or any(folder.glob("tokenizer*")):
-        return []
-    return [Fault(KEY, path, f"{folder.name} has no weights", "copy the folder again")]
+def _is_network(folder: Path) -> bool:
+    others = ("preprocessor_config.json", "tokenizer_config.json", "scheduler_config.json")
+    return (folder / "config.json").is_file() and not any((folder / name).is_file() for name in others)
 
 
-def _shards(index: Path) -> set[str]:
+def _shards(index: Path) -> list[str | None]:
+    """The files that an index names; [None] if it cannot be read."""
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return {f"(the shards that {index.name} fails to name)"}
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [None]
+    return [name if isinstance(name, str) else None for name in names]
 
 
 def weights_problem(file: Path) -> str | None:
@@ -140,18 +171,18 @@ def weights_problem(file: Path) -> str | None:
 
     The format: 8 bytes with the header's length, a JSON header with each tensor's place, then the tensors.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            return "is cut short: it has no header"
-        length = struct.unpack("<Q", prefix)[0]
-        if length > size - 8:
-            return "is cut short inside its header"
-        try:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if length > size - 8:
+                return "is cut short in its header"
             header = json.loads(stream.read(length))
-        except ValueError:
-            return "has a damaged header"
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return "has a damaged header"
     expected = 8 + length + max(ends, default=0)
     return None if size == expected else f"has {size} bytes, and its header announces {expected}"

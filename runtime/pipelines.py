@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,6 +99,8 @@ def load_pipeline(folder: Path, pipeline: str, mesh: Mesh, dtype: torch.dtype, f
         absent = {name: None for name in ENCODERS if name in ("text_encoder", "tokenizer") or pipeline != "WanPipeline"}
         with torch.device("meta"):
             absent["vae"] = AutoencoderKLWan.from_config(AutoencoderKLWan.load_config(folder / "vae"))
+    else:
+        absent = {name: _whole_encoder(folder, name, kind) for name, kind in _encoder_dtypes(folder, dtype).items()}
     pipe = _CLASSES[pipeline].from_pretrained(
         folder,
         torch_dtype={"default": dtype, "vae": torch.float32, "image_encoder": torch.float32},
@@ -111,6 +115,27 @@ def load_pipeline(folder: Path, pipeline: str, mesh: Mesh, dtype: torch.dtype, f
     if flow_shift is not None:
         pipe.scheduler = _shifted(pipe.scheduler, flow_shift)
     return pipe
+
+
+def _encoder_dtypes(folder: Path, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The encoders that a folder has, and the dtype of each."""
+    wanted = {"text_encoder": dtype, "image_encoder": torch.float32}
+    return {name: kind for name, kind in wanted.items() if (folder / name / "config.json").is_file()}
+
+
+def _whole_encoder(folder: Path, name: str, dtype: torch.dtype) -> Any:
+    """A component of transformers, loaded. Left to itself the library fills tensors that are missing with noise."""
+    library, class_name = json.loads((folder / "model_index.json").read_text())[name]
+    model, report = getattr(importlib.import_module(library), class_name).from_pretrained(
+        folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    lacking = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
+    if lacking:
+        rule = (
+            f"the weights of {name} lack {len(lacking)} tensors or have them in other shapes: {', '.join(lacking[:3])}"
+        )
+        raise FaultError([Fault("model.path", str(folder), rule, "copy the folder again")])
+    return model
 
 
 def _shifted(scheduler: Any, flow_shift: float) -> Any:

@@ -48,9 +48,10 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
     faults += [fault for request in requests for fault in request_faults(request, folder)]
     if config.parallel.world_size is not None:
         faults += world_size_faults(config.parallel.world_size, folder)
-    raise_if_any(faults)
     if is_local(config):
-        raise_if_any(_local_faults(config, folder, registry))
+        told = {(fault.key, fault.rule) for fault in faults}
+        faults += [fault for fault in _local_faults(config, folder, registry) if (fault.key, fault.rule) not in told]
+    raise_if_any(faults)
     return folder
 
 
@@ -63,6 +64,8 @@ def _local_faults(config: RunConfig, folder: FolderFacts, registry: Registry) ->
         remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
         raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
     dtype = settle_dtype(config, device.platform)
+    if world_size_faults(world_size, folder):
+        world_size = 1  # that fault is told already; what each role gets can be said all the same
     return select_roles(config.attention, folder, device, dtype, world_size, registry)[1]
 
 
@@ -85,7 +88,11 @@ def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground
 
 
 def _local_device(wanted: str, registry: Registry) -> DeviceFacts:
-    return local_device(local_platform(wanted), registry.distributions())
+    platform = local_platform(wanted)
+    if platform == "cuda" and not local_gpus():
+        rule = "this node has no NVIDIA GPU that nvidia-smi can see"
+        raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu", ("cpu",))])
+    return local_device(platform, registry.distributions())
 
 
 def local_platform(wanted: str) -> str:

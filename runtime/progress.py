@@ -51,11 +51,11 @@ class Progress(ABC):
 
     def on_event(self, rank: int, event: Event) -> None:
         """Takes any event of a rank; phases and steps are shown."""
-        news = self._meter.on_event(rank, event)
-        if isinstance(news, PhaseBegan):
-            self._show_phase(news, self._request_label(news.request) + _PHASES.get(news.name, news.name))
-        elif isinstance(news, StepsDone):
-            self._show_steps(news)
+        for news in self._meter.on_event(rank, event):
+            if isinstance(news, PhaseBegan):
+                self._show_phase(news, self._request_label(news.request) + _PHASES.get(news.name, news.name))
+            else:
+                self._show_steps(news)
 
     def _request_label(self, request: int | None) -> str:
         return "" if request is None or self._requests == 1 else f"request {request + 1}/{self._requests}: "
@@ -179,6 +179,8 @@ def make_progress(
 def print_selection(report: SelectionReport, stream: TextIO) -> None:
     """The report as a table, in plain text if the stream is no terminal; what was passed over, and why, below it."""
     headings, rows = table_columns(report), table_rows(report)
+    if not rows:
+        return
     # Before anything has run there are no ranks and no kernels to show.
     shown = [place for place in range(len(headings)) if not rows or any(row[place] != "-" for row in rows)]
     headings = tuple(headings[place] for place in shown)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import ray
 import ray.cloudpickle
 import ray.exceptions
@@ -20,6 +21,7 @@ from runtime import bootstrap
 
 # Ray narrows CUDA_VISIBLE_DEVICES to the actor's own GPU unless told not to; peer access and symmetric memory need
 # all of them.
+POLL_S = 0.5
 KEEP_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -66,33 +68,34 @@ def inside_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def reachable(address: str, timeout_s: float = 5.0) -> bool:
-    """False if nothing listens at HOST:PORT; Ray itself would try for minutes, and print while it does."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return True
+def joins_other(address: str) -> bool:
+    """True if a session with that address joins a cluster that is not its own to stop."""
+    return ray.is_initialized() or inside_job() or address != "local"
+
+
+def answers_as_ray(address: str, timeout_s: float = 5.0) -> bool:
+    """Whether a gRPC server, as a Ray head is one, is at HOST:PORT. Ray itself would try for minutes, and print."""
+    channel = grpc.insecure_channel(address)
     try:
-        socket.create_connection((host, int(port)), timeout_s).close()
-    except OSError:
+        grpc.channel_ready_future(channel).result(timeout=timeout_s)
+    except grpc.FutureTimeoutError:
         return False
+    finally:
+        channel.close()
     return True
 
 
-def connect(address: str, cpus: int) -> bool:
-    """Join or start a cluster; True if it was started here and is ours to stop. Raises ConnectionError if it cannot
-    be joined.
-    """
+def connect(address: str, cpus: int) -> None:
+    """Join or start a cluster; see `joins_other`. Whatever Ray raises is left as it is."""
     if ray.is_initialized():
-        return False
+        return
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
     if inside_job():
         ray.init(**quiet)
-        return False
-    if address != "local":
+    elif address != "local":
         ray.init(address=address, **quiet)
-        return False
-    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
-    return True
+    else:
+        ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
 
 
 def disconnect() -> None:
@@ -146,7 +149,11 @@ class Placement:
 
     def wait(self, timeout_s: float) -> bool:
         """True as soon as all bundles are reserved; False if they are not within `timeout_s`."""
-        return bool(self._group.wait(timeout_s))
+        deadline = time.monotonic() + timeout_s
+        while not self._group.wait(min(POLL_S, timeout_s)):
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def start_actor(self, bundle: int) -> Actor:
         _send_by_value()
@@ -220,19 +227,29 @@ def ready(streams: Sequence[Stream], timeout_s: float) -> list[Stream]:
     return [by_generator[generator] for generator in done]
 
 
-def result(reference: Any, timeout_s: float) -> Yielded | Raised | Died | None:
-    """The outcome of a started call; None if it has not come within `timeout_s` seconds."""
+def outcomes(references: Sequence[Any], timeout_s: float) -> list[Yielded | Raised | Died | None]:
+    """How started calls ended, in order, as soon as all have or one has failed; None for those that have not ended.
+
+    Waits at most `timeout_s` seconds.
+    """
+    found: dict[int, Yielded | Raised | Died] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(references) and time.monotonic() < deadline:
+        waiting = [index for index in range(len(references)) if index not in found]
+        done, _ = ray.wait([references[index] for index in waiting], num_returns=1, timeout=POLL_S)
+        for index in waiting:
+            if references[index] in done:
+                found[index] = _outcome(references[index])
+        if any(not isinstance(outcome, Yielded) for outcome in found.values()):
+            break
+    return [found.get(index) for index in range(len(references))]
+
+
+def _outcome(reference: Any) -> Yielded | Raised | Died:
     try:
-        return Yielded(ray.get(reference, timeout=timeout_s))
-    except ray.exceptions.GetTimeoutError:
-        return None
+        return Yielded(ray.get(reference))
     except ray.exceptions.RayError as error:
         return trouble_of(error)
-
-
-def kill_all(actors: Iterable[Actor]) -> None:
-    for actor in actors:
-        actor.kill()
 
 
 def _send_by_value() -> None:

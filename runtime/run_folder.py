@@ -24,7 +24,7 @@ from runtime.video import encode_video, write_contact_sheet
 RUNS = Path("runs")
 ANOTHER = "name another folder with run.dir, or leave it out for runs/<time>"
 UNICODE_LINE_ENDS = "\x85\u2028\u2029"
-CONFIG_COMMENT = "# The resolved configuration of this run; give this file back with --config to repeat it.\n"
+CONFIG_COMMENT = "# The composed configuration of this run; to repeat it, give this file back with --config.\n"
 
 
 class RunFolder:
@@ -41,16 +41,26 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path) -> RunFolder:
         """Makes the folder. Raises FaultError (run.dir) if it holds something already, or cannot be made."""
+        cls.refuse_if_taken(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            occupied = any(path.iterdir())
+            # Of two runs that found the folder free at once, one makes this, and it is the folder's owner.
+            (path / "ranks").mkdir(parents=True)
         except FileExistsError as error:
-            raise _refused(path, "is a file, not a folder") from error
-        except OSError as error:
-            raise _refused(path, f"cannot be made ({error.strerror or error})") from error
-        if occupied:
-            raise _refused(path, "exists and is not empty, and a run never writes over another")
+            raise _refused(path, "was taken by another run just now") from error
+        except (OSError, ValueError) as error:
+            raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
         return cls(path)
+
+    @staticmethod
+    def refuse_if_taken(path: Path) -> None:
+        """Raises FaultError (run.dir) if the path holds something already. Makes nothing."""
+        try:
+            if path.exists() and not path.is_dir():
+                raise _refused(path, "is a file, not a folder")
+            if path.is_dir() and any(path.iterdir()):
+                raise _refused(path, "exists and is not empty, and a run never writes over another")
+        except (OSError, ValueError) as error:
+            raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
 
     @staticmethod
     def default_path(now: datetime) -> Path:
@@ -75,15 +85,19 @@ class RunFolder:
         while self._ranks:
             self._ranks.popitem()[1].close()
 
-    def write_config(self, mapping: Mapping[str, Any]) -> Path:
-        """config.yaml, which --config takes; `mapping` is a file's content, as `configs.compose.to_mapping` has it."""
+    def write_config(self, mapping: Mapping[str, Any], registered: Mapping[str, str] | None = None) -> Path:
+        """config.yaml, which --config takes; `mapping` is a file's content, as `configs.compose.to_mapping` has it.
+
+        registered: backends by class path. They are code, which a file may not name, so they stand there as a comment.
+        """
         import yaml  # type: ignore[import-untyped]  # OmegaConf cannot escape line ends
 
         plain = _plain(mapping)
         # Text stays readable in any script, but for line ends that YAML would fold into a space.
         readable = not any(end in text for text in _texts(plain) for end in UNICODE_LINE_ENDS)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, width=1_000_000)
-        return self._write_text("config.yaml", CONFIG_COMMENT + text)
+        flags = "".join(f"# and with attention.register.{name}={path}\n" for name, path in (registered or {}).items())
+        return self._write_text("config.yaml", CONFIG_COMMENT + flags + text)
 
     def append(self, rank: int, event: Event) -> None:
         """One line in ranks/rank{rank}.jsonl, handed to the operating system before this returns."""

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.faults import Fault
-from configs.schema import RunConfig
+from configs.schema import ModelConfig, RunConfig
 from parallel.events import Artefact, AttentionRan
 from runtime import ray_api
 from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, PlacementError, RankPlace
 from runtime.group import RankGroup
-from runtime.model_folder import FolderFacts
+from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
 from runtime.preflight import Ground, check_without_ray, is_local, survey
 from runtime.report import SelectionReport, merge
 from runtime.requests import Generation, Request
 from runtime.setup import RankSpec
-from runtime.signals import interrupts_held, terminated_by_signal
+from runtime.signals import StarterThread, signals_held, terminated_by_signal
 
 
 class Observer:
@@ -60,12 +61,13 @@ class Session:
         self._folder: FolderFacts | None = None
         self._ran: list[tuple[int, AttentionRan]] = []
         self._owns_cluster = False
-        self._on_exit = ExitStack()
+        self._starter = StarterThread()
 
     def __enter__(self) -> Session:
         folder = self.check()
         try:
-            self._start(folder)
+            with terminated_by_signal():
+                self._start(folder)
         except BaseException:
             self.close()
             raise
@@ -94,6 +96,10 @@ class Session:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one."""
+        if not self.places:
+            raise RuntimeError(
+                "the session has no ranks: use it as a context manager, `with Session(config) as session:`"
+            )
         folder = self.check()
         raise_if_any(fault for request in requests for fault in request_faults(request, folder))
         made: dict[int, dict[str, Any]] = {index: {} for index in range(len(requests))}
@@ -105,7 +111,8 @@ class Session:
                 made[event.request][event.name] = event.array
             self._observer.on_event(rank, event)
 
-        self._group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+        with terminated_by_signal():
+            self._group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
         report = self.report
         if not report.agreed:
             raise DisagreementError(tuple(map(str, report.disagreements)))
@@ -113,20 +120,20 @@ class Session:
 
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""
-        with interrupts_held():
+        with signals_held():
             if self._owns_cluster:
                 self._group.kill()
                 ray_api.disconnect()
                 self._owns_cluster = False
             else:
                 self._group.close()
-            self._on_exit.close()
+            self._starter.release()
 
     def _start(self, folder: FolderFacts) -> None:
         tell = self._observer.on_message
         tell(f"connecting to {_cluster_name(self.config)}")
-        self._owns_cluster = _connect(self.config)
-        self._on_exit.enter_context(terminated_by_signal())
+        self._owns_cluster = not ray_api.joins_other(self.config.cluster.address)
+        _connect(self.config, self._starter)
         ground = survey(self.config, folder, self._registry)
         self.device, self.world_size = ground.device, ground.world_size
         chosen = "" if self.config.parallel.world_size else " (parallel.world_size=auto)"
@@ -139,6 +146,10 @@ class Session:
 
     def _specs(self, folder: FolderFacts, ground: Ground) -> list[RankSpec]:
         store = self._group.open_store()
+        path = self.config.model.path
+        # Ranks have working directories of their own.
+        absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
+        config = replace(self.config, model=ModelConfig(absolute))
         return [
             RankSpec(
                 rank=place.rank,
@@ -152,7 +163,7 @@ class Session:
                 store=store,
                 # The driver is to notice a stall before a collective gives up and blames the peer that waited.
                 timeout_s=2 * self.config.cluster.stall_timeout_s,
-                config=self.config,
+                config=config,
             )
             for place in self.places
         ]
@@ -164,13 +175,21 @@ def _cluster_name(config: RunConfig) -> str:
     return "a Ray cluster of this run's own" if is_local(config) else f"the Ray cluster at {config.cluster.address}"
 
 
-def _connect(config: RunConfig) -> bool:
+def _connect(config: RunConfig, starter: StarterThread) -> None:
+    """Raises PlacementError if no cluster can be joined or started; signals wait until it is known."""
     address = config.cluster.address
-    remedy = "start one with `ray start --head`, or use cluster.address=local"
-    if not (is_local(config) or ray_api.reachable(address)):
-        raise PlacementError([Fault("cluster.address", address, "nothing listens there", remedy)])
-    try:
-        return ray_api.connect(address, config.parallel.world_size or 2)
-    except (ConnectionError, TimeoutError) as error:
-        rule = f"no Ray cluster can be joined there ({str(error).splitlines()[0]})"
-        raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
+    remedy = "start one with `ray start --head` and give its HOST:PORT, or use cluster.address=local"
+    if address != "local" and not ray_api.inside_job() and not ray_api.answers_as_ray(address):
+        raise PlacementError([Fault("cluster.address", address, "no Ray cluster answers there", remedy)])
+    ranks = config.parallel.world_size or 2
+    with signals_held(repeat=True):
+        try:
+            starter.run(lambda: ray_api.connect(address, ranks))
+        except Exception as error:  # Ray raises anything here, bare Exception included
+            rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({_first_line(error)})"
+            raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -4,38 +4,92 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from runtime.errors import TerminatedError
 
+HELD = (signal.SIGINT, signal.SIGTERM)
+
 
 @contextmanager
 def terminated_by_signal() -> Iterator[None]:
-    """SIGTERM raises TerminatedError inside. Enter it after Ray has started: Ray puts a handler of its own in place."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM inside ends in TerminatedError.
+
+    It travels as KeyboardInterrupt, the one exception that Ray lets through when a signal comes during one of its
+    calls.
+    """
+    if not _in_main_thread():
         yield
         return
+    received: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TerminatedError(signum)
+        received.append(signum)
+        raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        if received:
+            raise TerminatedError(received[0]) from interrupt
+        raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of the ranks behind."""
-    if threading.current_thread() is not threading.main_thread():
+def signals_held(*, repeat: bool = False) -> Iterator[None]:
+    """Nothing inside is cut short by SIGINT or SIGTERM. repeat: raise them afterwards; else they are forgotten."""
+    if not _in_main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pending: list[int] = []
+    previous = {signum: signal.signal(signum, lambda number, frame: pending.append(number)) for signum in HELD}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    if pending and repeat:
+        signal.raise_signal(pending[0])
+
+
+class StarterThread:
+    """A thread that runs one piece of work and then stays until it is released.
+
+    Ray installs a signal handler of its own when it starts in the main thread, and none elsewhere. The processes that
+    it starts are bound by the kernel to the thread that started them (PR_SET_PDEATHSIG), so that thread has to
+    outlive them.
+    """
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._released = threading.Event()
+        self._failure: Exception | None = None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Returns when the work is done, and raises what it raises."""
+
+        def body() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  it is raised below, in the caller's thread
+                self._failure = error
+            finally:
+                self._done.set()
+            self._released.wait()
+
+        threading.Thread(target=body, name="starter", daemon=True).start()
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -47,18 +47,35 @@ class StepMeter:
         self._reached: dict[int, dict[int, int]] = {}
         self._seconds: dict[int, dict[int, float]] = {}
         self._told: dict[int, int] = {}
+        self._held: list[PhaseBegan] = []
 
     def expect(self, world_size: int) -> None:
         """Follows so many ranks from now on; to be said before they report."""
         self._world_size = world_size
 
-    def on_event(self, rank: int, event: Event) -> PhaseBegan | StepsDone | None:
-        """What there is to tell after this event of this rank, if anything."""
+    def on_event(self, rank: int, event: Event) -> tuple[PhaseBegan | StepsDone, ...]:
+        """What there is to tell after this event of this rank, in order."""
         if isinstance(event, Phase):
-            return self._on_phase(rank, event)
+            phase = self._on_phase(rank, event)
+            if phase is None:
+                return ()
+            if self._steps_open(phase.request):
+                self._held.append(phase)  # the rank that decodes is done denoising, and the others are not
+                return ()
+            return (phase,)
         if isinstance(event, Step):
-            return self._on_step(rank, event)
-        return None
+            steps = self._on_step(rank, event)
+            if steps is None:
+                return ()
+            held, self._held = ((), self._held) if steps.step < steps.steps else (tuple(self._held), [])
+            return (steps, *held)
+        return ()
+
+    def _steps_open(self, request: int | None) -> bool:
+        """Whether ranks have reported steps of a request that others have still to report."""
+        if request is None or request not in self._reached:
+            return False
+        return self._told.get(request, 0) < max(self._reached[request].values())
 
     def _on_phase(self, rank: int, event: Phase) -> PhaseBegan | None:
         ranks = self._entered.setdefault((event.name, event.request), set())

@@ -46,6 +46,8 @@ class RequestRecord:
 def failure_of(error: BaseException) -> Failure:
     """An exception as the summary has it; a rank's failure names the rank, its node and its phase."""
     name, message = type(error).__name__, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        message = "interrupted by SIGINT"
     if isinstance(error, RankError):
         trouble = error.trouble
         return Failure(name, message, trouble.place.rank, trouble.place.hostname, trouble.phase)

@@ -38,7 +38,7 @@ def classify(item: Raised | Died) -> str:
 def trouble(place: RankPlace, phase: str, item: Raised | Died) -> RankTrouble:
     """What became of a rank, from how its call or its stream ended."""
     if isinstance(item, Raised):
-        message = f"{type(item.cause).__name__}: {item.cause}"
+        message = _shortened(f"{type(item.cause).__name__}: {item.cause}")
         return RankTrouble(place, classify(item), phase, message, item.traceback)
     return RankTrouble(place, classify(item), phase, f"its process is gone ({_last_line(item.message)})")
 
@@ -113,6 +113,10 @@ class Supervisor:
 
     def _last_seen(self, rank: int) -> str:
         return f"{self._places[rank]}: {self._doing[rank]}"
+
+
+def _shortened(text: str, limit: int = 2000) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters; the traceback has all of them)"
 
 
 def _last_line(text: str) -> str:

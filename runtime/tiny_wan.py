@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 """Part of a built folder's name. Raise it when the same spec and seed would no longer give the same bytes."""
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
@@ -141,9 +141,14 @@ def build(folder: Path, *, seed: int = 0, spec: WanFolderSpec = TINY_WAN) -> Non
     """Write a complete diffusers folder of `spec` with random float32 weights.
 
     The same spec and seed give the same weights, whatever the machine; the caller's random state is left as it was.
-    Files of the same names are replaced, others stay.
+    Files of the same names are replaced, others stay. Raises RuntimeError inside a process group, where transformers
+    would write nothing on any rank but the first.
     """
     import diffusers
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RuntimeError("a model is built before its process joins a group, not inside one")
 
     models = _models(spec)
     index: dict[str, Any] = {"_class_name": spec.pipeline, "_diffusers_version": diffusers.__version__}

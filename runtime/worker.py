@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from backends.platforms.facts import DeviceFacts, installed
 from backends.registry import Registry
+from configs.faults import Fault, FaultError
 from parallel.context import AttentionContext
 from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffic
 from parallel.mesh import open_mesh
@@ -64,6 +66,8 @@ class Rank:
     def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
         self.spec = spec
         device = self.device
+        # Before the group is formed: in a group, transformers writes a model's files on its first rank only.
+        folder = _folder(spec.config.model.path)
         emit(Phase("join"))
         if spec.several_nodes:
             bind_to_interface(spec.host)
@@ -73,7 +77,7 @@ class Rank:
         emit(Phase("load"))
         dtype: torch.dtype = getattr(torch, spec.dtype)
         make = spec.config.generate
-        self.pipe = load_pipeline(_folder(spec.config.model.path), spec.pipeline, self.mesh, dtype, make.flow_shift)
+        self.pipe = load_pipeline(folder, spec.pipeline, self.mesh, dtype, make.flow_shift)
         self._emit = emit
         registry = Registry(spec.config.attention.register)
         self.transport = self.transport_class(self.mesh)
@@ -107,6 +111,8 @@ class Rank:
             latents = denoise(
                 self.pipe, request, clock, lambda step, seconds: emit(Step(index, step, request.steps, seconds))
             )
+            if not torch.isfinite(latents).all():
+                raise ArithmeticError(f"the latents of request {index} are not finite; see selection.json for what ran")
             if self.mesh.rank == FIRST and settings.save_latents:
                 emit(Artefact(index, "latents", latents.float().cpu().numpy()))
             if self.mesh.rank == FIRST and settings.outputs:
@@ -143,6 +149,9 @@ def bind_to_interface(host: str) -> None:
 def _folder(path: str) -> Path:
     if path.startswith(BUILT_IN_PREFIX):
         return ensure(spec=BUILT_IN[path.removeprefix(BUILT_IN_PREFIX)])
+    if not Path(path).is_dir():
+        rule = f"there is no such folder on {socket.gethostname()}"
+        raise FaultError([Fault("model.path", path, rule, "put the model at the same path on every node")])
     return Path(path)
 
 

@@ -12,7 +12,7 @@ from runtime.tiny_wan import TINY_WAN, WanFolderSpec, build
 
 EXAMPLE = """example:
   python scripts/build_tiny_wan.py /tmp/tiny-wan --seed 1 --layers 8
-  raylysses generate model.path=/tmp/tiny-wan
+  raylysses generate --prompt "a red circle" model.path=/tmp/tiny-wan
 """
 
 

@@ -62,4 +62,32 @@ def test_every_setting_is_documented() -> None:
 
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (CHECKOUT / Path(target)).exists(), target
+        assert (CHECKOUT / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.ray
+def test_the_backend_of_the_guide_serves(tmp_path: Path) -> None:
+    guide = (CHECKOUT / "docs" / "backends.md").read_text()
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for name, text in re.findall(r"```python\n# my_package/(\w+\.py)\n(.*?)```", guide, re.DOTALL):
+        (package / name).write_text(text)
+    settings = ["attention.register.MINE=my_package.declared.MyBackend", "attention.per_role.self=MINE"]
+
+    outcome = raylysses("explain", "--device", "cpu", *settings, environ={"PYTHONPATH": str(tmp_path)})
+
+    assert outcome.code == 0, outcome.err
+    assert "MINE (plain)" in outcome.out
+    run = ["generate.steps=1", "generate.frames=5", "generate.height=64", "generate.width=64", "run.outputs=[]"]
+    done = raylysses(
+        "generate",
+        "--prompt",
+        "a cat",
+        *settings,
+        *run,
+        f"run.dir={tmp_path}/run",
+        environ={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.code == 0, done.err
+    assert "my_package.kernel.MyImpl" in done.out

@@ -24,12 +24,15 @@ class RoleFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """patch: latent frames, rows and columns of one token."""
+    """patch: latent frames, rows and columns of one token. axis_limit: how many tokens an axis of the video may
+    have.
+    """
 
     family: str
     roles: tuple[RoleFacts, ...]
     heads: int
     patch: tuple[int, int, int]
+    axis_limit: int
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """The sequence length of a latent of so many frames, rows and columns."""

@@ -27,6 +27,9 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         heads, head_size = int(config["num_attention_heads"]), int(config["attention_head_dim"])
         layers = int(config["num_layers"])
         frames, rows, columns = (int(size) for size in config["patch_size"])
+        axis_limit = int(config.get("rope_max_seq_len", 1024))
+        if min(heads, head_size, layers, frames, rows, columns) < 1:
+            raise ValueError("a size below 1")
     except (KeyError, TypeError, ValueError) as error:
         rule = f"the transformer's config.json cannot be read: {error!r}"
         raise FaultError([Fault("model.path", None, rule, "give a folder that diffusers saved")]) from error
@@ -37,7 +40,7 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size)
         for role, kind in names
     )
-    return ModelFacts("wan", roles, heads, (frames, rows, columns))
+    return ModelFacts("wan", roles, heads, (frames, rows, columns), axis_limit)
 
 
 def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:

@@ -127,7 +127,20 @@ def test_a_path_to_something_else_is_refused(attribute: str) -> None:
 
 @pytest.mark.parametrize("path", ["", "MyBackend", ".MyBackend"])
 def test_a_path_without_a_module_is_refused(path: str) -> None:
-    assert refused("NEW", path).rule == "is not an AttentionBackend class"
+    assert refused("NEW", path).rule == "is not the path of a class in a module"
+
+
+@pytest.mark.parametrize("statement", ["raise ValueError('no luck')", "raise SystemExit('no luck')", "None.no_luck"])
+def test_whatever_a_module_raises_at_import_is_a_fault(
+    statement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unlucky.py").write_text(statement)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    fault = refused("NEW", "unlucky.MyBackend")
+
+    assert fault.rule.startswith("cannot be imported: ")
+    assert "no_luck" in fault.rule.replace(" ", "_")
 
 
 def test_a_backend_under_another_name_than_its_own_is_refused() -> None:

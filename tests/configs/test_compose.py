@@ -127,7 +127,11 @@ def test_a_file_may_leave_the_prompt_open(written: Any) -> None:
     assert composed(file=written("generate:\n  prompt:\n")).generate.prompt == "a cat"
 
 
-@given(st.text(min_size=1).filter(lambda text: text.strip() and text != "???"))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
+        lambda text: text.strip() and text != "???"
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_a_quoted_prompt_arrives_as_it_is(text: str) -> None:
     assert composed(f"generate.prompt={quote(text)}", prompt=None).generate.prompt == text
@@ -478,9 +482,12 @@ def test_a_missing_or_undecodable_file_is_a_fault(tmp_path: Path) -> None:
 
 # --- the round trip -------------------------------------------------------------------------------------------------
 
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.text("\\${}'\" :#1e-", max_size=12)
+_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20) | st.text(
+    "\\${}'\" :#1e-", max_size=12
+)
 _LINE = _TEXT.filter(lambda text: text.strip() and text != "???")
 _COUNT = st.integers(1, 10**6)
+_TIMEOUT = st.floats(min_value=0, max_value=1e6, exclude_min=True)
 _POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
 _SPEC = st.builds(AttentionSpec, st.sampled_from(["auto", "TORCH_SDPA", "FLASH_ATTN", "no", "null", "${x"]))
 _ROLE = st.lists(st.sampled_from(["self", "cross", "a_b", "1", "on", "x y"]), min_size=1, max_size=3).map(".".join)
@@ -498,7 +505,7 @@ _CONFIGS = st.builds(
         frames=_COUNT,
         height=_COUNT,
         width=_COUNT,
-        fps=_COUNT,
+        fps=st.integers(1, 1000),
         image=st.none() | _LINE,
     ),
     attention=st.builds(
@@ -509,7 +516,12 @@ _CONFIGS = st.builds(
         origins=st.just({}),
     ),
     parallel=st.builds(schema.ParallelConfig, world_size=st.none() | _COUNT),
-    cluster=st.builds(schema.ClusterConfig, address=_LINE, start_timeout_s=_POSITIVE, stall_timeout_s=_POSITIVE),
+    cluster=st.builds(
+        schema.ClusterConfig,
+        address=st.sampled_from(["local", "10.0.0.1:6379", "[::1]:6379"]),
+        start_timeout_s=_TIMEOUT,
+        stall_timeout_s=_TIMEOUT,
+    ),
     run=st.builds(
         schema.RunSettings,
         seed=st.integers(0, 2**63 - 1),
@@ -547,3 +559,29 @@ def test_composing_imports_nothing_heavy() -> None:
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "foo", "127.0.0.1", "ray://10.0.0.1:10001", "http://h:8265", "a:b", "h:70000"]
+)
+def test_a_cluster_is_local_or_an_address(address: str) -> None:
+    config, faults = compose(["generate.prompt=x", f"cluster.address='{address}'"], environ={})
+
+    assert config is None
+    (fault,) = faults
+    assert fault.rule == "takes local, or HOST:PORT of a Ray head"
+
+
+@pytest.mark.parametrize("prompt", ["a\0b", "a\udcffb"])
+def test_text_that_no_file_can_hold_is_refused(prompt: str) -> None:
+    config, faults = compose([f"generate.prompt='{prompt}'"], environ={})
+
+    assert config is None
+    assert "has a character that is not text" in {fault.rule for fault in faults}
+
+
+@pytest.mark.parametrize(
+    "setting", ["cluster.stall_timeout_s=1e300", "cluster.start_timeout_s=1e7", "generate.fps=100000"]
+)
+def test_numbers_that_nothing_could_count_to_are_refused(setting: str) -> None:
+    assert compose(["generate.prompt=x", setting], environ={})[0] is None

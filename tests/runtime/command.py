@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.conftest import CHECKOUT
 
@@ -30,15 +31,17 @@ def environment() -> dict[str, str]:
     return kept | {"RAY_AUTH_MODE": "disabled"}
 
 
-def raylysses(*arguments: str, cwd: Path = CHECKOUT, timeout: float = 120) -> Outcome:
-    """`python -m runtime ...` to its end."""
+def raylysses(
+    *arguments: str, cwd: Path = CHECKOUT, timeout: float = 120, environ: Mapping[str, str] | None = None
+) -> Outcome:
+    """`python -m runtime ...` to its end. environ: beside the tests' own."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "runtime", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environment(),
+        env=environment() | dict(environ or {}),
         timeout=timeout,
         check=False,
     )
@@ -50,6 +53,8 @@ class Running:
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self.folder = folder
+        self._seen = ""
+        self._found = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "runtime", "generate", *arguments, f"run.dir={folder}"],
             stdout=subprocess.PIPE,
@@ -72,7 +77,25 @@ class Running:
         self.process.kill()
         raise AssertionError(f"no step of rank {rank}: {self.process.communicate()}")
 
+    def wait_for_line(self, beginning: str, timeout: float = 60) -> None:
+        """Until the progress has a line that begins so."""
+        stderr = self.process.stderr
+        if stderr is None:
+            raise AssertionError("the process has no stderr")
+        timer = threading.Timer(timeout, self.process.kill)
+        timer.start()
+        self._seen = "".join(iter(lambda: self._read_line(stderr, beginning), ""))
+        timer.cancel()
+
+    def _read_line(self, stream: TextIO, beginning: str) -> str:
+        if self._found:
+            return ""
+        line = stream.readline()
+        self._found = line.startswith(beginning)
+        return line
+
     def pids(self) -> list[int]:
+        """Of the ranks, in rank order."""
         return [rank["pid"] for rank in summary(self.folder)["ranks"]]
 
     def interrupt(self, signum: int) -> None:
@@ -86,7 +109,7 @@ class Running:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
-        return Outcome(self.process.returncode, out, err, time.monotonic() - began)
+        return Outcome(self.process.returncode, out, self._seen + err, time.monotonic() - began)
 
 
 def summary(folder: Path) -> dict[str, Any]:

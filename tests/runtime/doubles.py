@@ -25,7 +25,8 @@ class _CountingImpl(TorchSdpaImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         type(self).calls += 1
-        if dist.get_rank() == 1 and type(self).calls > CALLS_BEFORE_TROUBLE:
+        troubled = type(self).trouble is not _CountingImpl.trouble and dist.get_rank() == 1
+        if troubled and type(self).calls > CALLS_BEFORE_TROUBLE:
             self.trouble()
         return super().forward(query, key, value, metadata)
 
@@ -41,6 +42,56 @@ class RaisingImpl(_CountingImpl):
 class StuckImpl(_CountingImpl):
     def trouble(self) -> None:
         time.sleep(3600)
+
+
+class TwoArgumentError(Exception):
+    """One that cannot be rebuilt from its own arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class UnportableImpl(_CountingImpl):
+    def trouble(self) -> None:
+        raise TwoArgumentError("this", "that")
+
+
+class NotANumberImpl(_CountingImpl):
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, metadata) * float("nan")
+
+
+class NarrowImpl(_CountingImpl):
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, metadata)[:, :-1]
+
+
+class UnportableBackend(AttentionBackend):
+    variants = (Variant("unportable", "tests.runtime.doubles.UnportableImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "UNPORTABLE"
+
+
+class NotANumberBackend(AttentionBackend):
+    variants = (Variant("nan", "tests.runtime.doubles.NotANumberImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "NOT_A_NUMBER"
+
+
+class NarrowBackend(AttentionBackend):
+    variants = (Variant("narrow", "tests.runtime.doubles.NarrowImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "NARROW"
 
 
 class RaisingBackend(AttentionBackend):

@@ -70,6 +70,17 @@ def test_image_keys_have_a_role_of_their_own(tmp_path: Path) -> None:
     assert (by_role["cross.image"]["backend"], by_role["cross.image"]["source"]) == ("REFERENCE", "parent")
 
 
+def test_only_the_json_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    path = folder("wan2.1-t2v", tmp_path)
+    for file in path.rglob("*"):
+        if file.is_file() and file.suffix != ".json":
+            file.unlink()
+
+    outcome = raylysses("explain", f"model.path={path}", "--prompt", "taken and not needed", "--device", "cpu")
+
+    assert outcome.code == 0, outcome.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,7 +106,11 @@ def test_every_help_has_an_example(command: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("genrate",), "did you mean generate?"), (("generate", "--promt", "x"), "Did you mean '--prompt'?")],
+    [
+        (("genrate",), "did you mean generate?"),
+        (("generate", "--promt", "x"), "Did you mean '--prompt'?"),
+        (("generate", "--steps", "4"), "write generate.steps=..."),
+    ],
 )
 def test_a_misspelled_command_or_option_gets_the_right_one(arguments: tuple[str, ...], message: str) -> None:
     outcome = raylysses(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,35 @@ def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path) -> None:
     assert "cluster.stall_timeout_s=5" in outcome.err
     assert all(f"rank {rank} on" in outcome.err for rank in (0, 1))
     assert "denoise" in outcome.err
+
+
+def test_a_rank_that_dies_while_it_imports_is_named_within_seconds(tmp_path: Path) -> None:
+    run = Running(tmp_path / "run", LONG)
+    run.wait_for_line("importing")
+    victim = run.pids()[1]
+
+    os.kill(victim, signal.SIGKILL)
+    outcome = run.finish()
+
+    assert outcome.code == 4, outcome.err
+    assert outcome.seconds < SOON_S
+    assert f"pid {victim}" in outcome.err
+
+
+@pytest.mark.parametrize("line", ["connecting", "importing"])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path, line: str, signum: int, code: int) -> None:
+    run = Running(tmp_path / "run", LONG)
+    run.wait_for_line(line)
+    time.sleep(1.5)  # Ray is half started, or the ranks half imported
+    processes = family(run.process.pid)
+
+    os.kill(run.process.pid, signum)
+    outcome = run.finish()
+
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.err
+    assert_nothing_left(processes)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

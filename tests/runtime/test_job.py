@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,18 @@ def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
     )
 
     assert outcome.code == 3, outcome.err
-    assert "nothing listens there" in outcome.err
+    assert "no Ray cluster answers there" in outcome.err
     assert outcome.seconds < 20
     assert outcome.err.count("error: ") == 1
+
+
+def test_a_server_that_is_not_ray_is_told_apart() -> None:
+    from runtime.ray_api import answers_as_ray
+
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        began = time.monotonic()
+
+        assert not answers_as_ray(f"127.0.0.1:{server.server_port}", timeout_s=1.0)
+        assert time.monotonic() - began < 10
+        server.shutdown()

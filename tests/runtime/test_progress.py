@@ -170,10 +170,25 @@ def test_a_selection_in_a_terminal_is_a_table_and_names_who_differs(monkeypatch:
         assert text in shown
 
 
-def test_an_empty_selection_is_only_its_headings() -> None:
+def test_an_empty_selection_prints_nothing() -> None:
     stream = io.StringIO()
     print_selection(merge([], 1), stream)
-    assert stream.getvalue().split() == ["role", "backend", "source", "strategy", "layers", "ranks", "kernel"]
+    assert stream.getvalue() == ""
+
+
+def test_the_last_step_is_told_before_the_decoding_that_another_rank_has_begun() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(2, stream)
+    for rank in (0, 1):
+        progress.on_event(rank, Step(0, 1, 2, 0.1))
+    progress.on_event(0, Step(0, 2, 2, 0.1))
+    progress.on_event(0, Phase("decode", 0))
+    progress.on_event(1, Step(0, 2, 2, 0.1))
+    assert [line.split(",")[0] for line in stream.getvalue().splitlines()] == [
+        "step 1/2",
+        "step 2/2",
+        "decode the frames",
+    ]
 
 
 DEVICE = Fault("run.device", "tpu", "is not a device", "use cpu or cuda", ("cpu", "cuda"), "command line")

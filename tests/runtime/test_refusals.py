@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from configs.faults import FaultError
+from runtime.model_folder import read_folder
 from runtime.tiny_wan import ensure
 from tests.conftest import CHECKOUT
 from tests.runtime.command import Outcome, raylysses
@@ -31,6 +34,9 @@ def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
         ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
         ("model.path=no/such/folder", "there is no such folder"),
         ("generate.image=no.png", "it cannot be read"),
+        ("generate.guidance_2=3", "the model has one stage"),
+        ("generate.width=16400", "the model places at most 16384 pixels"),
+        ("cluster.address=auto", "takes local, or HOST:PORT of a Ray head"),
         ("parallel.world_size=1,2", "is a sweep of 2 values"),
     ],
 )
@@ -44,6 +50,17 @@ def test_a_wrong_setting_is_refused_before_anything_starts(setting: str, message
     assert message in outcome.err
     assert outcome.seconds < WITHOUT_TORCH_S
     assert not folder.exists()
+
+
+def test_faults_of_settings_image_folder_and_backends_come_at_once(tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    settings = ("attention.per_role.self=FLASH_ATTN", "attention.per_role.cros=auto", "parallel.world_size=3")
+    outcome = refuse(*settings, "generate.frames=3", f"generate.image={tmp_path}/cut.png", "run.device=cpu")
+
+    assert outcome.code == 2
+    for key in ("attention.per_role.self", "attention.per_role.cros", "parallel.world_size", "generate.frames"):
+        assert outcome.err.count(f"error: {key}=") == 1, outcome.err
+    assert "generate.image" in outcome.err
 
 
 def test_all_faults_come_at_once() -> None:
@@ -74,6 +91,58 @@ def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
     assert outcome.code == 2
     assert f"transformer/{weights.name} has" in outcome.err
     assert outcome.seconds < WITHOUT_TORCH_S
+
+
+def _break_index(folder: Path) -> None:
+    (folder / "model_index.json").write_text('["not a mapping"]')
+
+
+def _break_config(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text(
+        '{"_class_name": "WanTransformer3DModel", "patch_size": [1, 0, 2]}'
+    )
+
+
+def _break_header(folder: Path) -> None:
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0[]")
+
+
+def _break_link(folder: Path) -> None:
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(folder / "nowhere")
+
+
+def _break_shards(folder: Path) -> None:
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "gone-00001-of-00002.safetensors", "b": 3}}')
+
+
+def _break_class(folder: Path) -> None:
+    (folder / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (_break_index, "model_index.json is not a mapping"),
+        (_break_config, "config.json cannot be read"),
+        (_break_header, "has a damaged header"),
+        (_break_link, "cannot be read"),
+        (_break_shards, "gone-00001-of-00002.safetensors is missing"),
+        (_break_class, "no model family"),
+    ],
+)
+def test_a_broken_folder_is_refused_by_name(break_it: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ensure(), folder)
+    break_it(folder)
+
+    with pytest.raises(FaultError) as caught:
+        read_folder(str(folder))
+
+    assert message in str(caught.value)
+    assert all(fault.value == str(folder) for fault in caught.value.faults)
 
 
 @pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json", "vae"])

@@ -33,7 +33,21 @@ def lines(folder: RunFolder, rank: int = 0) -> list[dict[str, Any]]:
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path / "a" / "b").path.is_dir()
-    RunFolder.create(tmp_path / "a" / "b")  # still empty
+    (tmp_path / "empty").mkdir()
+    assert RunFolder.create(tmp_path / "empty").path.is_dir()
+
+
+def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run")
+    with pytest.raises(FaultError, match=r"run\.dir=.*is not empty"):
+        RunFolder.create(tmp_path / "run")
+
+
+def test_to_ask_whether_a_folder_is_taken_makes_nothing(tmp_path: Path) -> None:
+    RunFolder.refuse_if_taken(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FaultError, match="cannot be made"):
+        RunFolder.refuse_if_taken(tmp_path / ("x" * 300))
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ pass.
 from __future__ import annotations
 
 import io
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.numpy import load_file, save_file
 
 from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import RunConfig
 from parallel.events import AttentionRan
-from runtime.errors import DisagreementError
+from parallel.mesh import Mesh
+from runtime.errors import DisagreementError, RankError
 from runtime.requests import Request, request_of
 from runtime.session import Observer, Session
-from runtime.tiny_wan import ensure
+from runtime.tiny_wan import build, ensure
+from tests.ranks import Ranks
 from tests.wan_folders import folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -194,3 +199,52 @@ def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> N
     assert "rank 0" in text
     assert "rank 1" in text
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "message"),
+    [
+        ("UNPORTABLE", "UnportableBackend", "TwoArgumentError: this and that"),
+        ("NOT_A_NUMBER", "NotANumberBackend", "are not finite"),
+        ("NARROW", "NarrowBackend", r"of NARROW returned torch.float32 \(1, 44, 2, 64\)"),
+    ],
+)
+def test_what_a_backend_does_wrong_is_named(name: str, class_name: str, message: str) -> None:
+    register = f"attention.register.{name}=tests.runtime.doubles.{class_name}"
+    config = config_of(ensure(), 2, 8, register, f"attention.per_role.self={name}")
+
+    with pytest.raises(RankError, match=message) as caught, Session(config) as session:
+        session.generate([request_of(config)])
+
+    assert caught.value.trouble.kind == "raised"
+
+
+def test_a_tensor_that_is_missing_from_the_text_encoder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(ensure(), path)
+    weights = path / "text_encoder" / "model.safetensors"
+    tensors = load_file(weights)
+    lost = next(name for name in tensors if "DenseReluDense.wo" in name)
+    del tensors[lost]
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+    with pytest.raises(RankError, match="text_encoder lack 1 tensors") as caught, Session(config_of(path, 1)):
+        pass
+
+    assert lost in str(caught.value)
+
+
+def test_the_built_in_model_is_whole_whichever_rank_builds_it(
+    tmp_path: Path, gloo_ranks: Callable[[int], Ranks]
+) -> None:
+    """In a process group transformers writes files on rank 0 only, so a build there must be refused, not half done."""
+    outcomes = gloo_ranks(2).outcomes(build_on_the_last_rank, [(str(tmp_path),)] * 2)
+
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], RuntimeError)
+    assert "before its process joins a group" in str(outcomes[1])
+
+
+def build_on_the_last_rank(mesh: Mesh, root: str) -> None:
+    if mesh.rank == mesh.world_size - 1:
+        build(Path(root) / "model")
