@@ -9,7 +9,7 @@ hardware.
 from backends.interface import AttentionBackend, Variant
 
 _FA4 = "backends.kernels.flash_attn.FlashAttn4Impl"
-_INSTALL_FA4 = "pip install 'raylysses[fa4]'"
+_INSTALL_FA4 = "pip install 'flash-attn-4>=4.0.0b18'"
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -20,7 +20,7 @@ class FlashAttnBackend(AttentionBackend):
             platforms=("cuda",),
             capabilities=((9, 0),),
             distributions=("fa3-fwd",),
-            install="pip install 'raylysses[fa3]'",
+            install="pip install fa3-fwd",
             head_size_step=8,
             head_size_limit=256,
             dtypes=("bfloat16",),

@@ -151,7 +151,7 @@ def test_assumed_packages_stand_for_installed_ones() -> None:
 
 def test_another_chips_variant_has_nothing_to_say_where_one_fits_the_chip() -> None:
     on_blackwell = rules("FLASH_ATTN", call(), device_of("10.0"))
-    assert on_blackwell == ["the package flash-attn-4 is not installed (pip install 'raylysses[fa4]')"]
+    assert on_blackwell == ["the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b18')"]
 
 
 def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
@@ -163,8 +163,8 @@ def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
 
 def test_without_packages_each_variant_says_what_to_install() -> None:
     assert rules("FLASH_ATTN", call(), device_of("9.0")) == [
-        "variant fa3: the package fa3-fwd is not installed (pip install 'raylysses[fa3]')",
-        "variant fa4: the package flash-attn-4 is not installed (pip install 'raylysses[fa4]')",
+        "variant fa3: the package fa3-fwd is not installed (pip install fa3-fwd)",
+        "variant fa4: the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b18')",
     ]
 
 
