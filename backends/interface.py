@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["self", "cross", "joint"]
-KINDS: tuple[Kind, ...] = ("self", "cross", "joint")
 Exactness = Literal["exact", "lossy-quantised", "lossy-sparse"]
 USE_ANOTHER = "use TORCH_SDPA, or leave it on auto"
 

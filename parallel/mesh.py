@@ -43,8 +43,3 @@ def open_mesh(store: Store, rank: int, world_size: int, device: torch.device, ti
     # Facts of a forward must not wait for the device, so they have a host-side group of their own.
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Mesh(rank, world_size, device, data, control)
-
-
-def close_mesh(mesh: Mesh) -> None:
-    if mesh.data is not None:
-        dist.destroy_process_group()

@@ -28,7 +28,6 @@ class ModelFacts:
     have.
     """
 
-    family: str
     roles: tuple[RoleFacts, ...]
     heads: int
     patch: tuple[int, int, int]

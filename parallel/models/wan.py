@@ -40,7 +40,7 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size)
         for role, kind in names
     )
-    return ModelFacts("wan", roles, heads, (frames, rows, columns), axis_limit)
+    return ModelFacts(roles, heads, (frames, rows, columns), axis_limit)
 
 
 def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:

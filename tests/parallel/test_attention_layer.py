@@ -13,7 +13,7 @@ from backends.interface import AttentionBackend, AttentionMetadata, Variant
 from configs.faults import FaultError
 from parallel.attention import Attention
 from parallel.context import AttentionContext, attention_context, current_context
-from parallel.mesh import Mesh, close_mesh
+from parallel.mesh import Mesh
 from parallel.plan import plan_sequence
 from tests.exact import TOLERANCE, attention64, random_qkv, relative_error
 from tests.parallel.layers import CPU, ONE_RANK, collecting, context_of
@@ -282,7 +282,3 @@ def test_contexts_nest_and_end_even_after_an_error() -> None:
 def test_a_layer_without_a_context_is_refused() -> None:
     with pytest.raises(LookupError, match="no attention context"):
         Attention(HEADS, HEAD_SIZE, role="self", kind="self")
-
-
-def test_closing_a_single_rank_closes_nothing() -> None:
-    close_mesh(ONE_RANK)
