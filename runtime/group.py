@@ -35,6 +35,7 @@ class RankGroup:
 
     def place(self, world_size: int, platform: str, nodes: Sequence[ray_api.Node]) -> None:
         """Reserve a bundle for each rank and start its process; sets `places`."""
+        self.places = ()
         timeout = self._cluster.start_timeout_s
         one_node = fits_one_node(world_size, platform, nodes)
         self._placement = ray_api.Placement(world_size, gpus_per_rank=int(platform == "cuda"), one_node=one_node)
@@ -80,6 +81,11 @@ class RankGroup:
         streams = [actor.stream(method, *args) for actor, args in zip(self._actors, arguments, strict=True)]
         Supervisor(self.places, on_event, self._cluster.stall_timeout_s).drive(streams)
 
+    @property
+    def running(self) -> bool:
+        """Whether there are processes to drive."""
+        return bool(self._actors)
+
     def close(self) -> None:
         """Kill the processes and give the resources back to the cluster."""
         for actor in self._actors:
@@ -93,7 +99,7 @@ class RankGroup:
 
         A signal to the whole process group has taken Ray's own processes too, and calls to Ray would wait for them.
         """
-        for place in self.places:
+        for place in self.places if self.running else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(place.pid, signal.SIGKILL)
         self._forget()

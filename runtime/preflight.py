@@ -114,7 +114,12 @@ def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry)
         rule = "no node of the cluster has a GPU"
         raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu")])
     host, timeout = with_gpu[0].host, config.cluster.start_timeout_s
-    answer = ray_api.probe_node(with_gpu[0].node_id, registry.distributions(), own_sources(), str(ROOT), timeout)
+    try:
+        answer = ray_api.probe_node(with_gpu[0].node_id, registry.distributions(), own_sources(), str(ROOT), timeout)
+    except TimeoutError as error:
+        rule = f"the node {host} did not answer within {timeout:g} s"
+        remedy = "raise cluster.start_timeout_s, or look at the node's load"
+        raise PlacementError([Fault("run.device", wanted, rule, remedy)]) from error
     require_same_sources(answer["sources"], host)
     if not answer["gpus"]:
         rule = f"the node {host} offers GPUs, and nvidia-smi sees none there"

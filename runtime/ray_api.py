@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from runtime import bootstrap
 
+POLL_S = 0.5
 # Ray narrows CUDA_VISIBLE_DEVICES to the actor's own GPU unless told not to; peer access and symmetric memory need
 # all of them.
-POLL_S = 0.5
 KEEP_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -131,7 +131,10 @@ Sources = dict[str, tuple[str, str] | None]
 def probe_node(
     node_id: str, distributions: tuple[str, ...], sources: Sources, root: str, timeout_s: float
 ) -> dict[str, Any]:
-    """The GPUs and packages of a node, by a task that takes no resources there (see `runtime.bootstrap.probe`)."""
+    """The GPUs and packages of a node, by a task that takes no resources there (see `runtime.bootstrap.probe`).
+
+    Raises TimeoutError if the node does not answer in time.
+    """
     _send_by_value()
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task = ray.remote(bootstrap.probe).options(num_cpus=0, num_gpus=0, scheduling_strategy=strategy)
@@ -186,7 +189,7 @@ class Actor:
         return self._handle.create.remote(path)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Start a method; wait for its result with `results`."""
+        """Start a method; wait for its result with `outcomes`."""
         return self._handle.call.remote(method, *arguments)
 
     def stream(self, method: str, *arguments: Any) -> Stream:

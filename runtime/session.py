@@ -96,9 +96,9 @@ class Session:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one."""
-        if not self.places:
+        if not self._group.running:
             raise RuntimeError(
-                "the session has no ranks: use it as a context manager, `with Session(config) as session:`"
+                "the session has no ranks now: use it as a context manager, `with Session(config) as session:`"
             )
         folder = self.check()
         raise_if_any(fault for request in requests for fault in request_faults(request, folder))
@@ -132,6 +132,7 @@ class Session:
     def _start(self, folder: FolderFacts) -> None:
         tell = self._observer.on_message
         tell(f"connecting to {_cluster_name(self.config)}")
+        self._starter = StarterThread()
         self._owns_cluster = not ray_api.joins_other(self.config.cluster.address)
         _connect(self.config, self._starter)
         ground = survey(self.config, folder, self._registry)

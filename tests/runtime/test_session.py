@@ -248,3 +248,20 @@ def test_the_built_in_model_is_whole_whichever_rank_builds_it(
 def build_on_the_last_rank(mesh: Mesh, root: str) -> None:
     if mesh.rank == mesh.world_size - 1:
         build(Path(root) / "model")
+
+
+def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:
+    config = config_of(ensure(), 1)
+    request = request_of(config)
+    session = Session(config)
+    with pytest.raises(RuntimeError, match="no ranks now"):
+        session.generate([request])
+
+    with session:
+        (first,) = session.generate([request])
+    with pytest.raises(RuntimeError, match="no ranks now"):
+        session.generate([request])
+    with session:
+        (second,) = session.generate([request])
+
+    assert distance(first.latents, second.latents) == 0.0
