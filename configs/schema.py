@@ -17,7 +17,7 @@ OUTPUTS = ("video", "frames")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """path: a local diffusers folder, or `built-in:NAME` for a model that Raylysses writes on each node when needed."""
+    """path: a local diffusers folder, or `built-in:NAME` for one that comes with Raylysses."""
 
     path: str
 

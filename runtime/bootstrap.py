@@ -20,9 +20,13 @@ from typing import Any
 PACKAGES = ("configs", "backends", "parallel", "runtime")
 
 
+DIGESTED = (".py", ".json", ".safetensors")
+"""Names of files that must be the same on every node: the code, and the models that come with it."""
+
+
 def package_source(name: str) -> tuple[str, str] | None:
-    """Where an import of a top-level package would look, and a digest of the Python files there; None if nothing is
-    found.
+    """Where an import of a top-level package would look, and a digest of the Python files and models there; None if
+    nothing is found.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
@@ -31,7 +35,7 @@ def package_source(name: str) -> tuple[str, str] | None:
     digest = hashlib.sha256()
     if Path(spec.origin).name != "__init__.py":
         return spec.origin, "not a package"
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in DIGESTED):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     return str(folder), digest.hexdigest()
 

@@ -12,10 +12,11 @@ from typing import Any
 from configs.faults import Fault, FaultError, unknown_name_remedy
 from parallel.models import describe
 from parallel.models.facts import ModelFacts
-from runtime.tiny_wan import BUILT_IN
 
 KEY = "model.path"
 BUILT_IN_PREFIX = "built-in:"
+BUILT_IN = ("tiny-wan",)
+"""The models that come with this package, as folders of `runtime/models`."""
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 SHIFTS = {"flow_shift", "shift"}
 TRANSFORMERS = ("transformer", "transformer_2")
@@ -42,14 +43,23 @@ class FolderFacts:
         return next(iter(self.models.values())).heads
 
 
+def folder_of(path: str) -> Path:
+    """Where on this node the model of `model.path` is. Raises FaultError for `built-in:` and a name that none has."""
+    if not path.startswith(BUILT_IN_PREFIX):
+        return Path(path)
+    name = path.removeprefix(BUILT_IN_PREFIX)
+    if name not in BUILT_IN:
+        known = tuple(BUILT_IN_PREFIX + known for known in BUILT_IN)
+        raise FaultError([Fault(KEY, path, "no built-in model has that name", unknown_name_remedy(path, known), known)])
+    return Path(__file__).parent / "models" / name
+
+
 def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
-    """The facts of a folder, or of a built-in model; without `weights`, from its JSON files alone.
+    """The facts of a folder; without `weights`, from its JSON files alone.
 
     Raises FaultError with everything that is missing or cut short.
     """
-    if path.startswith(BUILT_IN_PREFIX):
-        return _built_in(path)
-    folder = Path(path)
+    folder = folder_of(path)
     if not _is_folder(folder):
         raise FaultError([_fault(path, "there is no such folder", GIVE_FOLDER)])
     index = _read_json(folder / "model_index.json", path)
@@ -64,18 +74,6 @@ def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
     scheduler = folder / "scheduler" / "scheduler_config.json"
     configs["scheduler"] = _read_json(scheduler, path) if weights or scheduler.is_file() else {}
     return _facts(index, configs, path)
-
-
-def _built_in(path: str) -> FolderFacts:
-    name = path.removeprefix(BUILT_IN_PREFIX)
-    if name not in BUILT_IN:
-        known = tuple(BUILT_IN_PREFIX + known for known in BUILT_IN)
-        remedy = unknown_name_remedy(path, known)
-        raise FaultError([Fault(KEY, path, "no built-in model has that name", remedy, known)])
-    spec = BUILT_IN[name]
-    index = {"_class_name": spec.pipeline, **spec.model_index}
-    transformer = dict(spec.transformer, _class_name="WanTransformer3DModel")
-    return _facts(index, {"transformer": transformer, "vae": spec.vae, "scheduler": spec.scheduler}, path)
 
 
 def _facts(index: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], path: str) -> FolderFacts:
@@ -121,7 +119,7 @@ def _is_folder(folder: Path) -> bool:
 
 
 def _read_json(file: Path, path: str) -> dict[str, Any]:
-    name = file.relative_to(path)
+    name = file.relative_to(folder_of(path))
     try:
         content = json.loads(file.read_text())
     except OSError as error:
@@ -149,7 +147,9 @@ def _component_faults(folder: Path, path: str) -> list[Fault]:
     problems |= {file: problem for file in files if (problem := weights_problem(file)) is not None}
     if not files and not any(folder.glob("*.bin")) and _is_network(folder):
         problems[folder] = "has no weights"
-    return [_fault(path, f"{file.relative_to(path)} {problem}", COPY_AGAIN) for file, problem in problems.items()]
+    return [
+        _fault(path, f"{file.relative_to(folder_of(path))} {problem}", COPY_AGAIN) for file, problem in problems.items()
+    ]
 
 
 def _is_network(folder: Path) -> bool:

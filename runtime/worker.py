@@ -25,11 +25,10 @@ from parallel.mesh import open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
 from parallel.transport.torch_dist import TorchTransport
-from runtime.model_folder import BUILT_IN_PREFIX
+from runtime.model_folder import folder_of
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
 from runtime.setup import RankSpec, Wired
-from runtime.tiny_wan import BUILT_IN, ensure
 
 
 class Rank:
@@ -66,7 +65,6 @@ class Rank:
     def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
         self.spec = spec
         device = self.device
-        # Before the group is formed: in a group, transformers writes a model's files on its first rank only.
         folder = _folder(spec.config.model.path)
         emit(Phase("join"))
         if spec.several_nodes:
@@ -147,12 +145,11 @@ def bind_to_interface(host: str) -> None:
 
 
 def _folder(path: str) -> Path:
-    if path.startswith(BUILT_IN_PREFIX):
-        return ensure(spec=BUILT_IN[path.removeprefix(BUILT_IN_PREFIX)])
-    if not Path(path).is_dir():
+    folder = folder_of(path)
+    if not folder.is_dir():
         rule = f"there is no such folder on {socket.gethostname()}"
         raise FaultError([Fault("model.path", path, rule, "put the model at the same path on every node")])
-    return Path(path)
+    return folder
 
 
 _DONE = object()

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a checkout need not be installed
 
-from runtime.tiny_wan import TINY_WAN, WanFolderSpec, build
+from wan_folder import TINY_WAN, WanFolderSpec, build
 
 EXAMPLE = """example:
   python scripts/build_tiny_wan.py /tmp/tiny-wan --seed 1 --layers 8

@@ -29,7 +29,7 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
     exec(compile(example, "README.md", "exec"), {})
 
-    assert "[(17, 128, 128, 3), (17, 128, 128, 3)]" in capsys.readouterr().out
+    assert "[(33, 128, 128, 3), (33, 128, 128, 3)]" in capsys.readouterr().out
 
 
 def test_the_explain_command_answers() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.tiny_wan import VOCAB_SIZE, WanFolderSpec, build
+from wan_folder import VOCAB_SIZE, WanFolderSpec, build
 
 _HEADS, _HEAD_SIZE = 4, 32
 _TEXT_DIM = 64

@@ -24,8 +24,15 @@ OPENINGS = ("a video of", "a clip of", "an animation of", "a short film that sho
 GROUNDS = ("on a {} background", "on {}", "against a {} background", "in front of a {} wall", "with {} behind it")
 MORE_WORDS = ("colour", "shape", "and", "then", "it", "watch", "here", "look", "while", "plain", "simple", "the same")
 
-TRAINING_SHARE = {"opening": 0.4, "ground": 0.6, "stranger": 0.1, "aside": 0.15}
-"""How often a training sentence has each part. stranger: a word outside the vocabulary; aside: an idle one."""
+TRAINING_SHARE = {"loose": 0.4, "opening": 0.4, "ground": 0.6, "stranger": 0.1, "aside": 0.15, "garbled": 0.3}
+"""How often a training sentence is or has what.
+
+loose: its parts in any order. stranger: a word outside the vocabulary. aside: an idle one. garbled: words that do not
+matter are left out, or replaced by strangers.
+"""
+GARBLED = 0.4
+"""Of the words that do not matter in a garbled sentence."""
+STRANGER = "lorem"
 
 HELD_OUT_SINGLE = (
     "look here: the {colour} {shape} goes {way}, and the background is {ground}",
@@ -49,6 +56,11 @@ HELD_OUT_CROSSING = (
 
 def describe(scene: Scene, rng: random.Random) -> str:
     """One of the training sentences for the scene."""
+    sentence = _loose(scene, rng) if rng.random() < TRAINING_SHARE["loose"] else _plain(scene, rng)
+    return _garble(sentence, scene, rng) if rng.random() < TRAINING_SHARE["garbled"] else sentence
+
+
+def _plain(scene: Scene, rng: random.Random) -> str:
     said = rng.random
     sentence = _crossing(scene, rng) if scene.motion == CROSSING else _single(scene.things[0], scene.motion, rng)
     if said() < TRAINING_SHARE["opening"]:
@@ -59,7 +71,7 @@ def describe(scene: Scene, rng: random.Random) -> str:
     if said() < TRAINING_SHARE["aside"]:
         sentence = _insert(sentence, rng.choice(MORE_WORDS), rng)
     if said() < TRAINING_SHARE["stranger"]:
-        sentence = _insert(sentence, "lorem", rng)
+        sentence = _insert(sentence, STRANGER, rng)
     return sentence
 
 
@@ -91,10 +103,49 @@ def _crossing(scene: Scene, rng: random.Random) -> str:
         f"{first} and {second} {rng.choice(MEETING)}",
         f"{first} crosses {second}",
         f"{first} passes {second}",
-        f"{first} moving right and {second} moving left",
+        _ways_of_two(first, second, rng),
         f"two shapes {rng.choice(MEETING)}, {first} and {second}",
     )
     return rng.choice(forms)
+
+
+def _ways_of_two(first: str, second: str, rng: random.Random) -> str:
+    verb, link = rng.choice(list(VERBS)), rng.choice(("and", "while", "then"))
+    says = rng.choice((verb, VERBS[verb], f"is {verb}", f"that {VERBS[verb]}"))
+    return f"{first} {says} {rng.choice(WAYS['right'])} {link} {second} {says} {rng.choice(WAYS['left'])}"
+
+
+def _loose(scene: Scene, rng: random.Random) -> str:
+    """The parts of a sentence in any order, with words between them that say nothing. Two things are joined by a word,
+    never by a mark alone.
+    """
+    subjects = [_subject(thing, rng) for thing in scene.things]
+    links = ("and", "while", "then", "and then", "with", "and it moves with")
+    parts = [f" {rng.choice(links)} ".join(subjects)]
+    parts.insert(rng.randrange(2), _motion(scene.motion, rng))
+    if rng.random() < TRAINING_SHARE["ground"]:
+        parts.insert(rng.randrange(3), rng.choice(GROUNDS).format(scene.background))
+    for _ in range(rng.randrange(4)):
+        parts.insert(rng.randrange(len(parts) + 1), rng.choice((*MORE_WORDS, *OPENINGS, STRANGER, STRANGER)))
+    return "".join(part + rng.choice((" ", ", ", ". ")) for part in parts).strip(" ,")
+
+
+def _motion(motion: str, rng: random.Random) -> str:
+    if motion in (CROSSING, "still"):
+        return rng.choice(MEETING if motion == CROSSING else RESTING)
+    verb = rng.choice(list(VERBS))
+    return f"{rng.choice((verb, VERBS[verb], f'it {VERBS[verb]}', ''))} {rng.choice(WAYS[motion])}".strip()
+
+
+def _garble(sentence: str, scene: Scene, rng: random.Random) -> str:
+    """Spoil words that a reader does not need: all but colours, shapes and how a lone thing moves."""
+    kept = {*COLOURS, *BACKGROUNDS, *(word for words in SHAPE_WORDS.values() for word in words)}
+    if scene.motion != CROSSING:
+        ways = (*WAYS.get(scene.motion, ()), *(RESTING if scene.motion == "still" else ()))
+        kept |= {word for text in ways for word in words_of(text)}
+    words = words_of(sentence)
+    said = (word if word in kept or rng.random() >= GARBLED else rng.choice(("", STRANGER)) for word in words)
+    return " ".join(filter(None, said))
 
 
 def _insert(sentence: str, word: str, rng: random.Random) -> str:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from scipy import ndimage
+
 from moving_shapes.clips import COLOURS, MOTIONS, SHAPES, SIZE, Scene, Thing, draw, sample, to_uint8
 from moving_shapes.judge import NOTHING, OTHER, Verdict, expected, judge
-from scipy import ndimage
 
 Frames = npt.NDArray[np.uint8]
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 
 import pytest
+
 from moving_shapes.clips import COLOURS, CROSSING, MOTIONS, SHAPES, SIZE, draw, sample
 from moving_shapes.judge import expected
 from moving_shapes.wording import SHAPE_WORDS, WAYS, describe, held_out, vocabulary, words_of
@@ -29,7 +30,7 @@ def test_a_sentence_names_what_its_scene_holds(source: str) -> None:
         ways = {way: tuple(set(words_of(" ".join(texts))) - {"to", "the"}) for way, texts in WAYS.items()}
         spoken = said(words, ways)
         if scene.motion == CROSSING:
-            assert spoken in ([], ["right", "left"]), prompt
+            assert spoken in ([], ["right"], ["left"], ["right", "left"]), prompt
         else:
             assert spoken == ([] if scene.motion == "still" else [scene.motion]), prompt
 

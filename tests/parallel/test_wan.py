@@ -18,11 +18,11 @@ from parallel.mesh import Mesh
 from parallel.models import describe, family_of, wan
 from parallel.models.sharding import ShardedModel
 from parallel.plan import plan_sequence
-from runtime.tiny_wan import TINY_WAN, WanFolderSpec, build
 from tests.exact import relative_error
 from tests.parallel.layers import CPU, ONE_RANK, collecting, context_of
 from tests.ranks import Ranks
 from tests.wan_folders import SPECS
+from wan_folder import TINY_WAN, WanFolderSpec, build
 
 GlooRanks = Callable[[int], Ranks]
 Latent = tuple[int, int, int]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.faults import FaultError
-from runtime.model_folder import read_folder
-from runtime.tiny_wan import ensure
+from runtime.model_folder import folder_of, read_folder
 from tests.conftest import CHECKOUT
 from tests.runtime.command import Outcome, raylysses
 
@@ -82,7 +81,7 @@ def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
 
 def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(ensure(), folder)
+    shutil.copytree(folder_of("built-in:tiny-wan"), folder)
     weights = next((folder / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1000])
 
@@ -135,7 +134,7 @@ def _break_class(folder: Path) -> None:
 )
 def test_a_broken_folder_is_refused_by_name(break_it: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(ensure(), folder)
+    shutil.copytree(folder_of("built-in:tiny-wan"), folder)
     break_it(folder)
 
     with pytest.raises(FaultError) as caught:
@@ -148,7 +147,7 @@ def test_a_broken_folder_is_refused_by_name(break_it: Callable[[Path], None], me
 @pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json", "vae"])
 def test_a_folder_that_lacks_a_part_is_refused(missing: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(ensure(), folder)
+    shutil.copytree(folder_of("built-in:tiny-wan"), folder)
     target = folder / missing
     shutil.rmtree(target) if target.is_dir() else target.unlink()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,15 @@ from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import RunConfig
 from parallel.events import AttentionRan
-from parallel.mesh import Mesh
 from runtime.errors import DisagreementError, RankError
+from runtime.model_folder import folder_of
 from runtime.requests import Request, request_of
 from runtime.session import Observer, Session
-from runtime.tiny_wan import build, ensure
-from tests.ranks import Ranks
 from tests.wan_folders import folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
+TINY_WAN = folder_of("built-in:tiny-wan")
 STEPS = 3
 # 3 x 5 x 3 = 45 tokens, which two ranks do not divide; 160 x 96 is whole patches for a VAE of 8 and of 16 pixels.
 SIZES = {8: (9, 80, 48), 16: (9, 160, 96)}
@@ -135,20 +133,34 @@ def test_every_family_gives_over_two_ranks_what_diffusers_gives_alone(
     assert {entry.role for entry in report.entries} == roles
 
 
-def test_in_16_bits_two_ranks_are_as_near_to_fp32_as_one_is() -> None:
-    config = config_of(ensure(), 2, 8, "run.dtype=bfloat16")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_built_in_model_gives_at_its_own_size_what_diffusers_gives_alone(world_size: int) -> None:
+    size = ("generate.frames=33", "generate.height=128", "generate.width=128")
+    run = ("run.save_latents=true", "run.outputs=[]", "run.device=cpu", f"parallel.world_size={world_size}")
+    config, faults = compose(["generate.prompt='a red circle moving right'", "generate.steps=4", *size, *run])
+    assert config is not None, faults
     request = request_of(config)
-    exact = stock_latents(ensure(), request)
 
     with Session(config) as session:
         (made,) = session.generate([request])
 
-    alone = distance(stock_latents(ensure(), request, torch.bfloat16), exact)
+    assert distance(made.latents, stock_latents(TINY_WAN, request)) <= 1e-5
+
+
+def test_in_16_bits_two_ranks_are_as_near_to_fp32_as_one_is() -> None:
+    config = config_of(TINY_WAN, 2, 8, "run.dtype=bfloat16")
+    request = request_of(config)
+    exact = stock_latents(TINY_WAN, request)
+
+    with Session(config) as session:
+        (made,) = session.generate([request])
+
+    alone = distance(stock_latents(TINY_WAN, request, torch.bfloat16), exact)
     assert 0 < distance(made.latents, exact) <= 1.5 * alone
 
 
 def test_one_group_serves_requests_of_other_sizes_and_prompts() -> None:
-    config = config_of(ensure(), 2)
+    config = config_of(TINY_WAN, 2)
     first = request_of(config)
     second = replace(first, prompt="a blue square", seed=3, frames=5, height=64, width=64)
 
@@ -163,7 +175,7 @@ def test_one_group_serves_requests_of_other_sizes_and_prompts() -> None:
 
 
 def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it() -> None:
-    config = config_of(ensure(), 1)
+    config = config_of(TINY_WAN, 1)
 
     with Session(config) as session:
         with pytest.raises(FaultError, match=r"generate\.frames=8"):
@@ -172,7 +184,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
 
 
 def test_without_the_exchange_the_answer_is_another() -> None:
-    config = config_of(ensure(), 2)
+    config = config_of(TINY_WAN, 2)
     request = replace(request_of(config), frames=5, height=64, width=64)
     # 2 x 4 x 4 = 32 tokens, which two ranks divide: what a rank sends has the size of what it receives.
 
@@ -185,7 +197,7 @@ def test_without_the_exchange_the_answer_is_another() -> None:
 
 
 def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> None:
-    config = config_of(ensure(), 2, 8, "run.dtype=bfloat16")
+    config = config_of(TINY_WAN, 2, 8, "run.dtype=bfloat16")
 
     with (
         pytest.raises(DisagreementError) as caught,
@@ -211,7 +223,7 @@ def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> N
 )
 def test_what_a_backend_does_wrong_is_named(name: str, class_name: str, message: str) -> None:
     register = f"attention.register.{name}=tests.runtime.doubles.{class_name}"
-    config = config_of(ensure(), 2, 8, register, f"attention.per_role.self={name}")
+    config = config_of(TINY_WAN, 2, 8, register, f"attention.per_role.self={name}")
 
     with pytest.raises(RankError, match=message) as caught, Session(config) as session:
         session.generate([request_of(config)])
@@ -221,7 +233,7 @@ def test_what_a_backend_does_wrong_is_named(name: str, class_name: str, message:
 
 def test_a_tensor_that_is_missing_from_the_text_encoder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    shutil.copytree(ensure(), path)
+    shutil.copytree(TINY_WAN, path)
     weights = path / "text_encoder" / "model.safetensors"
     tensors = load_file(weights)
     lost = next(name for name in tensors if "DenseReluDense.wo" in name)
@@ -234,24 +246,8 @@ def test_a_tensor_that_is_missing_from_the_text_encoder_is_refused(tmp_path: Pat
     assert lost in str(caught.value)
 
 
-def test_the_built_in_model_is_whole_whichever_rank_builds_it(
-    tmp_path: Path, gloo_ranks: Callable[[int], Ranks]
-) -> None:
-    """In a process group transformers writes files on rank 0 only, so a build there must be refused, not half done."""
-    outcomes = gloo_ranks(2).outcomes(build_on_the_last_rank, [(str(tmp_path),)] * 2)
-
-    assert outcomes[0] is None
-    assert isinstance(outcomes[1], RuntimeError)
-    assert "before its process joins a group" in str(outcomes[1])
-
-
-def build_on_the_last_rank(mesh: Mesh, root: str) -> None:
-    if mesh.rank == mesh.world_size - 1:
-        build(Path(root) / "model")
-
-
 def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:
-    config = config_of(ensure(), 1)
+    config = config_of(TINY_WAN, 1)
     request = request_of(config)
     session = Session(config)
     with pytest.raises(RuntimeError, match="no ranks now"):

@@ -1,33 +1,22 @@
-"""The built-in model: a complete, tiny Wan diffusers folder made from a seed, so that a first run needs no download.
+"""A complete, tiny Wan diffusers folder made from a seed, for any `WanFolderSpec`.
 
-`ensure` gives the folder on this node and builds it once; `build` writes one anywhere, for any `WanFolderSpec`. Its
-weights are random, so its videos are coloured noise, but scaled so that attention decides the noise: a swapped head or
-a lost row shows in the latents.
-
-Importing this module imports no torch; building does.
+Its weights are random, so its videos are coloured noise, but scaled so that attention decides the noise: a swapped head
+or a lost row shows in the latents.
 """
 
 import contextlib
 import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from filelock import FileLock
 
 if TYPE_CHECKING:
     import torch
 
 Config = Mapping[str, Any]
-
-BUILDER_VERSION = 2
-"""Part of a built folder's name. Raise it when the same spec and seed would no longer give the same bytes."""
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 """Tokens 0, 1 and 2, as T5 numbers them; the 256 bytes follow."""
@@ -104,37 +93,6 @@ TINY_WAN = WanFolderSpec(
     },
 )
 """4 layers, 4 heads of 64, latents of 8 channels: 3.8 M parameters in the transformer, 2.5 M in the VAE."""
-
-BUILT_IN: Mapping[str, WanFolderSpec] = {"tiny-wan": TINY_WAN}
-"""What NAME may be in a model path `built-in:NAME`."""
-
-
-def ensure(root: Path | None = None, *, seed: int = 0, spec: WanFolderSpec = TINY_WAN) -> Path:
-    """Return the folder of the built-in model on this node, building it at first use.
-
-    `root` is the cache folder; by default it is `.cache/raylysses` in the user's home, or a folder of this user's in
-    the system's temporary one where the home cannot be written. Any number of processes may ask at once: one builds,
-    the others wait. The folder appears whole or not at all. Raises OSError where nothing can be written.
-    """
-    name = f"tiny-wan-{_digest(spec, seed)}"
-    if root is None:
-        root = _cache_root(name)
-    target = root / name
-    if target.is_dir():
-        return target
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / f".{name}.lock"):
-        if target.is_dir():
-            return target
-        for stale in root.glob(f".{name}.*.partial"):
-            shutil.rmtree(stale)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=root))
-        try:
-            build(partial, seed=seed, spec=spec)
-            partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def build(folder: Path, *, seed: int = 0, spec: WanFolderSpec = TINY_WAN) -> None:
@@ -215,30 +173,6 @@ def _no_progress_bars() -> Iterator[None]:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _digest(spec: WanFolderSpec, seed: int) -> str:
-    facts = json.dumps([BUILDER_VERSION, seed, asdict(spec)], sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()[:12]
-
-
-def _cache_root(name: str) -> Path:
-    """Return the first cache folder that has `name` already or can take it."""
-    roots = [Path(tempfile.gettempdir()) / f"raylysses-{os.getuid()}"]
-    with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
-        roots.insert(0, Path.home() / ".cache" / "raylysses")
-    for root in roots:
-        if (root / name).is_dir() or _writable(root):
-            return root
-    raise PermissionError(f"the built-in model needs a folder it can write: tried {', '.join(map(str, roots))}")
-
-
-def _writable(root: Path) -> bool:
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(root, os.W_OK | os.X_OK)
 
 
 def _tokenizer(text_length: int) -> Any:
