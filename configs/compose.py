@@ -55,8 +55,9 @@ PROMPT = "generate.prompt"
 def compose(
     arguments: Sequence[str] = (), *, file: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[RunConfig | None, tuple[Fault, ...]]:
-    """The configuration that the overrides in `arguments` ask for on top of `file`, or None and every fault.
+    """The configuration that `arguments` ask for on top of `file`, or None and every fault.
 
+    arguments: overrides (`configs.overrides`) and attention options (`configs.flags`), in any order.
     environ: what `DIFFUSION_ATTENTION_BACKEND` and `${oc.env:NAME}` are read from; None is the process's environment.
     """
     command_line = command_line_layer(arguments)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.faults import Fault, FaultError
 from configs.fields import DEFAULT, GROUPS, PER_ROLE, Refusal, check_value, unknown_key_remedy
+from configs.flags import settings_of, split
 from configs.interpolate import syntax_error
 from configs.layers import PRESET_KEY, Layer, Setting, Written, canonical_key, flatten, gather, render
 from configs.overrides import ORIGIN, Override, parse_override, quote
@@ -53,8 +54,10 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def command_line_layer(arguments: Sequence[str]) -> Layer:
-    """The settings and removals of all arguments; their order does not matter."""
-    return gather(item for position, text in enumerate(arguments) for item in _argument(text, position))
+    """The settings and removals of all arguments, overrides and attention options; their order does not matter."""
+    overrides, flags = split(arguments)
+    found = [item for position, text in enumerate(overrides) for item in _argument(text, position)]
+    return gather([*found, *settings_of(flags, found)])
 
 
 def _argument(text: str, position: int) -> Iterator[Setting | Fault]:

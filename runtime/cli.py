@@ -12,6 +12,7 @@ import click
 
 from configs.compose import compose, known_keys
 from configs.faults import FaultError, nearest
+from configs.flags import BACKEND, CONFIG, SHORT, split
 from configs.overrides import quote
 from configs.schema import RunConfig
 
@@ -32,7 +33,33 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class ConfiguredCommand(click.Command):
+    """A command with settings. Attention options are taken out before click, which would read -ac as -a and -c."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        values_follow = [name for option in self.params if _takes_value(option) for name in option.opts]
+        others, flags = split(args, values_follow)
+        ctx.obj = [word for flag in flags for word in (flag.option, flag.value) if word is not None]
+        return super().parse_args(ctx, others)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Attention options"):
+            formatter.write_dl(
+                [
+                    (f"{BACKEND} NAME", "Short for attention.default=NAME."),
+                    (f"{CONFIG}.PATH VALUE, {SHORT}.PATH VALUE", "The same as attention.PATH=VALUE."),
+                    (f"{CONFIG} JSON, {SHORT} JSON", 'A mapping: {"default": "NAME", "per_role": {"cross": "NAME"}}.'),
+                ]
+            )
+
+
+def _takes_value(option: click.Parameter) -> bool:
+    return isinstance(option, click.Option) and not option.is_flag
+
+
 def _configuration_options(command: Any) -> Any:
+    command = click.pass_obj(command)
     command = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(command)
     return click.option("--config", type=click.Path(path_type=Path), help="A YAML file of settings.")(command)
 
@@ -46,10 +73,10 @@ def cli() -> None:
     """
 
 
-@cli.command("generate")
+@cli.command("generate", cls=ConfiguredCommand)
 @click.option("--prompt", help="What to make; the same as generate.prompt=...")
 @_configuration_options
-def generate_command(prompt: str | None, config: Path | None, overrides: tuple[str, ...]) -> None:
+def generate_command(flags: list[str], prompt: str | None, config: Path | None, overrides: tuple[str, ...]) -> None:
     """Generate a video, and a run folder that says what every rank selected.
 
     OVERRIDES are settings such as parallel.world_size=2 or attention.per_role.cross=TORCH_SDPA; they win over --config.
@@ -61,13 +88,13 @@ def generate_command(prompt: str | None, config: Path | None, overrides: tuple[s
     """
     from runtime.generate import generate
 
-    arguments = [*overrides, *([] if prompt is None else [f"generate.prompt={quote(prompt)}"])]
+    arguments = [*overrides, *flags, *([] if prompt is None else [f"generate.prompt={quote(prompt)}"])]
     folder = generate(_compose(arguments, config))
     click.echo(f"\nThe run is in {folder}")
     click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-@cli.command("explain")
+@cli.command("explain", cls=ConfiguredCommand)
 @click.option(
     "--device", default="here", help="here, cpu, or a compute capability such as cuda:9.0.", show_default=True
 )
@@ -76,7 +103,13 @@ def generate_command(prompt: str | None, config: Path | None, overrides: tuple[s
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/selection.schema.json).")
 @_configuration_options
 def explain_command(
-    device: str, packages: str, prompt: str | None, as_json: bool, config: Path | None, overrides: tuple[str, ...]
+    flags: list[str],
+    device: str,
+    packages: str,
+    prompt: str | None,
+    as_json: bool,
+    config: Path | None,
+    overrides: tuple[str, ...],
 ) -> None:
     """Say which backend each attention role would get, and why the others were passed over.
 
@@ -89,7 +122,7 @@ def explain_command(
     from runtime.explain import explain
     from runtime.progress import print_faults, print_selection
 
-    answer = explain(_compose_without_prompt(overrides, config), device, packages)
+    answer = explain(_compose_without_prompt([*overrides, *flags], config), device, packages)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=2))
     else:
@@ -126,7 +159,10 @@ def _option_message(error: click.NoSuchOption) -> str:
     settings = [key for key in known_keys() if key.rpartition(".")[2] == name]
     if settings:
         return f"{error.option_name}: is a setting here, not an option; write {' or '.join(settings)}=..."
-    return error.format_message()
+    close = nearest(error.option_name.partition(".")[0], (BACKEND, CONFIG))
+    return (
+        f"{error.option_name}: no such option; did you mean {' or '.join(close)}?" if close else error.format_message()
+    )
 
 
 def run(arguments: Sequence[str]) -> int:

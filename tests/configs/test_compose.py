@@ -63,7 +63,7 @@ def test_a_prompt_is_all_that_the_default_preset_needs() -> None:
     config = composed()
     assert config.model.path == "built-in:tiny-wan"
     assert config.generate.prompt == "a cat"
-    assert config.generate.steps == 8
+    assert config.generate.steps == 30
     assert config.attention == schema.AttentionConfig()
     assert config.run == schema.RunSettings()
 
@@ -87,7 +87,7 @@ def test_the_command_line_picks_the_preset_over_the_file(written: Any) -> None:
     file = written("model: wan2.1-t2v-1.3b\nmodel.path: /m\n")
     assert composed(file=file).generate.steps == 50
     config = composed("model=tiny-wan", file=file)
-    assert (config.generate.steps, config.model.path) == (8, "/m")
+    assert (config.generate.steps, config.model.path) == (30, "/m")
     assert composed("model=${oc.env:M}", environ={"M": "tiny-wan"}) == composed()
 
 
@@ -399,7 +399,7 @@ def test_names_are_registered_on_the_command_line_only(written: Any) -> None:
 def test_a_removal_goes_back_to_the_default(written: Any) -> None:
     file = written("generate: {steps: 3}\nrun: {seed: 5}\nattention: {default: A, per_role: {self: B, cross: C}}\n")
     config = composed("~generate.steps", "~run.seed=5", "~attention.per_role.cross", "~attention.default", file=file)
-    assert (config.generate.steps, config.run.seed, config.attention.default) == (8, 0, None)
+    assert (config.generate.steps, config.run.seed, config.attention.default) == (30, 0, None)
     assert dict(config.attention.per_role) == {"self": AttentionSpec("B")}
     assert composed("~attention.per_role", file=file).attention.per_role == {}
     assert composed("attention.per_role=null", "attention.per_role.x=Y", file=file).attention.per_role == {

@@ -47,7 +47,7 @@ def test_the_platform_decides_for_hardware_that_is_not_here(
     for entry in report["entries"]:
         assert entry["backend"] == expected
         assert entry["ranks"] is None
-        assert entry["layers"] == 4
+        assert entry["layers"] == 6
         assert [candidate["backend"] for candidate in entry["rejected"]] == rejected
         assert all(candidate["faults"] for candidate in entry["rejected"])
 

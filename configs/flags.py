@@ -1,0 +1,132 @@
+"""Attention options in the spelling of serving engines, beside `key=value` overrides.
+
+`--attention-backend NAME`, `--attention-config.PATH VALUE`, `--attention-config JSON`, and `-ac` for
+`--attention-config`. They are part of the command line's layer, and each stands for settings below `attention`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.faults import Fault
+from configs.fields import DEFAULT
+from configs.layers import Setting, Written, flatten
+from configs.overrides import ORIGIN
+from configs.values import Sweep, ValueSyntaxError, parse_value
+
+BACKEND = "--attention-backend"
+CONFIG = "--attention-config"
+SHORT = "-ac"
+_NAMES = (BACKEND, CONFIG, SHORT)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option. path: what it names below `attention`. value: None if the words end after the option."""
+
+    name: str
+    path: tuple[str, ...]
+    value: str | None
+
+    @property
+    def option(self) -> str:
+        """The option as written, without its value."""
+        return ".".join((self.name, *self.path))
+
+    @property
+    def text(self) -> str:
+        return f"{self.option} {self.value}"
+
+
+def split(words: Sequence[str], values_follow: Sequence[str] = ()) -> tuple[list[str], list[Flag]]:
+    """Part attention options, with the words that are their values, from all other words, which keep their order.
+
+    values_follow: options of others whose next word is a value, whatever it looks like.
+    """
+    others: list[str] = []
+    flags: list[Flag] = []
+    rest = iter(words)
+    for word in rest:
+        flag = _flag(word)
+        if flag is None:
+            others.append(word)
+            if word in values_follow:
+                others.extend(_next(rest))
+        elif flag.value is None:
+            flags.append(Flag(flag.name, flag.path, next(iter(_next(rest)), None)))
+        else:
+            flags.append(flag)
+    return others, flags
+
+
+def _next(words: Iterator[str]) -> list[str]:
+    word = next(words, None)
+    return [] if word is None else [word]
+
+
+def _flag(word: str) -> Flag | None:
+    option, equals, value = word.partition("=")
+    name, *path = option.split(".")
+    if name not in _NAMES:
+        return None
+    return Flag(name, tuple(path), value if equals else None)
+
+
+def settings_of(flags: Sequence[Flag], others: Sequence[Setting | Fault]) -> Iterator[Setting | Fault]:
+    """What the options set. others: what the overrides of the same command line set."""
+    found = [(flag, item) for flag in flags for item in _settings(flag)]
+    yield from (item for _, item in found)
+    spellings = [item for flag, item in found if flag.name != BACKEND] + list(others)
+    written = [item.text for item in spellings if isinstance(item, Setting) and item.key == DEFAULT]
+    for shorthand in (flag for flag in flags if flag.name == BACKEND and written):
+        rule = f"is short for {DEFAULT}, which is given as {' and '.join(written)}, too"
+        yield Fault(BACKEND, shorthand.value, rule, "keep one of the two", origin=ORIGIN)
+
+
+def _settings(flag: Flag) -> Iterator[Setting | Fault]:
+    if flag.value is None:
+        example = '\'{"default": "TORCH_SDPA"}\'' if flag.option in (CONFIG, SHORT) else "TORCH_SDPA"
+        yield Fault(flag.option, None, "has no value", f"write {flag.option} {example}", origin=ORIGIN)
+    elif flag.name == BACKEND and flag.path:
+        remedy = f"write {BACKEND} NAME, or {CONFIG}.{'.'.join(flag.path)} VALUE"
+        yield Fault(flag.option, flag.value, "has a path, and takes none", remedy, origin=ORIGIN)
+    elif flag.name == BACKEND:
+        yield from _flatten(flag, ("default",), flag.value)
+    elif flag.path:
+        yield from _path_settings(flag, flag.value)
+    else:
+        yield from _json_settings(flag, flag.value)
+
+
+def _path_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
+    try:
+        value = parse_value(text)
+    except ValueSyntaxError as error:
+        yield Fault(flag.option, text, f"{error.rule} (character {error.at + 1})", error.remedy, origin=ORIGIN)
+        return
+    if isinstance(value, Sweep):
+        yield Fault(flag.option, text, "is a sweep; one run takes one value", "give one value", origin=ORIGIN)
+        return
+    yield from _flatten(flag, ("default",) if flag.path == ("backend",) else flag.path, value)
+
+
+def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
+    remedy = f'write {flag.option} \'{{"default": "NAME", "per_role": {{"cross": "NAME"}}}}\''
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        hint = f"; for one backend, {BACKEND} {text}" if text.isidentifier() else ""
+        yield Fault(flag.option, text, f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
+        return
+    if not isinstance(value, dict):
+        yield Fault(flag.option, text, "is not a mapping", remedy, origin=ORIGIN)
+        return
+    for name, item in value.items():
+        yield from _flatten(flag, ("default",) if name == "backend" else tuple(name.split(".")), item)
+
+
+def _flatten(flag: Flag, path: tuple[str, ...], value: Any) -> Iterator[Setting | Fault]:
+    yield from flatten(("attention", *path), value, value, Written(ORIGIN, flag.text, trusts_code=True))
