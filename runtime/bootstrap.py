@@ -20,8 +20,8 @@ from typing import Any
 PACKAGES = ("configs", "backends", "parallel", "runtime")
 
 
-DIGESTED = (".py", ".json", ".safetensors")
-"""Names of files that must be the same on every node: the code, and the models that come with it."""
+MODELS = "models"
+"""The folder, in the package `runtime`, of models that come along: they, too, must be the same on every node."""
 
 
 def package_source(name: str) -> tuple[str, str] | None:
@@ -35,7 +35,7 @@ def package_source(name: str) -> tuple[str, str] | None:
     digest = hashlib.sha256()
     if Path(spec.origin).name != "__init__.py":
         return spec.origin, "not a package"
-    for file in sorted(file for file in folder.rglob("*") if file.suffix in DIGESTED):
+    for file in sorted((*folder.rglob("*.py"), *(folder / MODELS).rglob("*.*"))):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     return str(folder), digest.hexdigest()
 

@@ -132,7 +132,9 @@ def require_same_sources(found: ray_api.Sources, host: str) -> None:
 def _source_fault(name: str, source: tuple[str, str] | None, host: str) -> Fault:
     where = None if source is None else source[0]
     rule = (
-        f"{host} cannot import it" if where is None else f"an import of it on {host} finds other code than the driver's"
+        f"{host} cannot import it"
+        if where is None
+        else f"an import of it on {host} finds other code or models than the driver's"
     )
     remedy = "run from a directory without a package of that name, and with the same Raylysses on every node"
     return Fault(f"package {name}", where, rule, remedy)

@@ -25,7 +25,7 @@ from parallel.mesh import open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
 from parallel.transport.torch_dist import TorchTransport
-from runtime.model_folder import folder_of
+from runtime.model_folder import BUILT_IN_PREFIX, folder_of
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
 from runtime.setup import RankSpec, Wired
@@ -148,7 +148,10 @@ def _folder(path: str) -> Path:
     folder = folder_of(path)
     if not folder.is_dir():
         rule = f"there is no such folder on {socket.gethostname()}"
-        raise FaultError([Fault("model.path", path, rule, "put the model at the same path on every node")])
+        remedy = "put the model at the same path on every node"
+        if path.startswith(BUILT_IN_PREFIX):
+            remedy = "install Raylysses again on that node"
+        raise FaultError([Fault("model.path", path, rule, remedy)])
     return folder
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Score the tiny model: generate videos for held-out prompts on one live group of ranks, and judge what they show.
 
-Prompt i of N with seed number s of S is generated with the run seed i * S + s. Settings are those of `raylysses
-generate`. The JSON file is described in docs/tiny-wan.md.
+Prompt i of N with seed number s of S is generated with the run seed i * S + s. Settings and attention options are
+those of `raylysses generate`. The JSON file is described in docs/tiny-wan.md. It exits with 6 if --against finds other
+verdicts, and otherwise with the codes of `raylysses`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,17 +21,22 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
 
 from configs.compose import compose
-from configs.faults import FaultError
+from configs.faults import Fault, FaultError
+from configs.flags import split
 from configs.overrides import quote
 from configs.schema import RunConfig
 from runtime.errors import DisagreementError, RankError, StallError, TerminatedError
-from runtime.requests import request_of
+from runtime.requests import Request, request_of
 from runtime.session import Session
+from runtime.signals import terminated_by_signal
 
 EXAMPLE = """example:
   python scripts/score_tiny_wan.py --prompts 24 --json one.json parallel.world_size=1
   python scripts/score_tiny_wan.py --prompts 24 --against one.json parallel.world_size=2 attention.default=REFERENCE
 """
+OTHER_VERDICTS, INTERRUPTED = 6, 130
+OWN_KEYS = ("generate.prompt", "generate.image", "run.outputs", "run.seed", "run.dir", "run.save_latents")
+SHEET_FRAMES = 6
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,17 +46,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="held-out prompts, 0 to N-1 (default: 24)")
     parser.add_argument("--seeds", type=int, default=1, metavar="S", help="videos of each prompt (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write scores, confusion and every verdict there")
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="write a picture with a row of frames per video")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="exit with 1 unless the verdicts are that file's")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="exit with 6 unless the verdicts are those of this --json file"
+    )
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     return parser
 
 
+@dataclass(frozen=True)
+class _Task:
+    """One video to make. scene: what a faultless one shows."""
+
+    request: Request
+    scene: Any
+
+
 def _configure(settings: Sequence[str]) -> RunConfig:
+    own = [text for text in settings if text.lstrip("+~").partition("=")[0] in OWN_KEYS]
+    if own:
+        key, _, value = own[0].lstrip("+~").partition("=")
+        raise FaultError([Fault(key, value, "is set by this script, for each video", "leave it out")])
     fixed = ["run.outputs=[frames]", f"generate.prompt={quote('a held-out prompt')}"]
     config, faults = compose([*settings, *fixed])
     if config is None or faults:
@@ -58,31 +83,48 @@ def _configure(settings: Sequence[str]) -> RunConfig:
     return config
 
 
-def _score(config: RunConfig, prompts: int, seeds: int) -> tuple[dict[str, Any], list[Any]]:
-    """The scores of the videos, and of each a row of frames [H, W, 3]."""
+def _tasks(config: RunConfig, prompts: int, seeds: int) -> Iterator[_Task]:
+    from moving_shapes.wording import held_out
+
+    for seed in range(prompts * seeds):
+        prompt, scene = held_out(seed // seeds)
+        yield _Task(replace(request_of(config), prompt=prompt, seed=seed), scene)
+
+
+def _score(config: RunConfig, tasks: Sequence[_Task], rows: list[Any] | None) -> dict[str, Any]:
+    """The scores of the videos; `rows`, if it is a list, gets a row of frames [H, W, 3] of each."""
     import numpy as np
 
     from moving_shapes.judge import expected, judge
     from moving_shapes.scores import Trial, scores
-    from moving_shapes.wording import held_out
 
-    trials, rows = [], []
+    trials: list[Trial] = []
     session = Session(config)
-    session.check([request_of(config)])
+    session.check([task.request for task in tasks])
     with session:
-        print(f"{session.world_size} ranks on {session.device.label if session.device else '?'}", file=sys.stderr)
+        device = session.device.label if session.device is not None else ""
+        print(f"{session.world_size} ranks on {device}", file=sys.stderr)
         began = time.monotonic()
-        for seed in range(prompts * seeds):
-            prompt, scene = held_out(seed // seeds)
-            (video,) = session.generate([replace(request_of(config), prompt=prompt, seed=seed)])
-            trials.append(Trial(prompt, seed, expected(scene), judge(video.frames)))
-            rows.append(np.concatenate(video.frames[np.linspace(0, len(video.frames) - 1, 6).round().astype(int)], 1))
-            left = (time.monotonic() - began) / len(trials) * (prompts * seeds - len(trials))
-            mark = "" if trials[-1].expected == trials[-1].seen else f"  seen: {trials[-1].seen}"
-            print(f"{len(trials)} of {prompts * seeds}, {left:.0f} s left: {prompt}{mark}", file=sys.stderr)
-        facts = {"world_size": session.world_size, "selection": session.report.to_dict()["entries"]}
-        facts |= {"device": session.device.label if session.device else None, "dtype": config.run.dtype}
-    return {**scores(trials), **facts, "model": config.model.path, "steps": config.generate.steps}, rows
+        for task in tasks:
+            (video,) = session.generate([task.request])
+            trial = Trial(task.request.prompt, task.request.seed, expected(task.scene), judge(video.frames))
+            trials.append(trial)
+            if rows is not None:
+                chosen = np.linspace(0, len(video.frames) - 1, SHEET_FRAMES).round().astype(int)
+                rows.append(np.concatenate(video.frames[chosen], 1))
+            left = (time.monotonic() - began) / len(trials) * (len(tasks) - len(trials))
+            mark = "" if trial.expected == trial.seen else f"  seen: {trial.seen}"
+            print(f"{len(trials)} of {len(tasks)}, {left:.0f} s left: {trial.prompt}{mark}", file=sys.stderr)
+        entries = session.report.to_dict()["entries"]
+    return {
+        **scores(trials),
+        "model": config.model.path,
+        "steps": config.generate.steps,
+        "dtype": entries[0]["requirements"]["dtype"],
+        "device": device,
+        "world_size": session.world_size,
+        "selection": entries,
+    }
 
 
 def _write_sheet(rows: Sequence[Any], path: Path) -> None:
@@ -97,44 +139,75 @@ def _write_sheet(rows: Sequence[Any], path: Path) -> None:
     Image.fromarray(np.concatenate(blocks, 1)).save(path)
 
 
+def _check_files(parser: _Parser, json_file: Path | None, sheet: Path | None) -> None:
+    """Refuse now what could not be written after the last video."""
+    from PIL import Image
+
+    for option, file in (("--json", json_file), ("--sheet", sheet)):
+        if file is not None:
+            try:
+                file.open("a").close()
+            except OSError as error:
+                parser.error(f"{option}={file}: it cannot be written ({error.strerror}); name a file that can")
+    if sheet is not None and sheet.suffix.lower() not in Image.registered_extensions():
+        parser.error(f"--sheet={sheet}: no kind of picture ends so; write {sheet.with_suffix('.png')}")
+
+
+def _read_against(parser: _Parser, file: Path, tasks: Sequence[_Task]) -> list[dict[str, Any]]:
+    """The trials of an older file, if they are about the same videos."""
+    try:
+        trials: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["trials"]
+        made = [(trial["prompt"], trial["seed"]) for trial in trials if dict(trial["seen"])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--against={file}: it takes a file that --json wrote ({error!r})")
+    if [(task.request.prompt, task.request.seed) for task in tasks] != made[: len(tasks)]:
+        parser.error(f"--against={file}: it has {len(made)} other videos; use the same --prompts and --seeds")
+    return trials[: len(tasks)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
-    options = parser.parse_intermixed_args(arguments)
+    words, flags = split(sys.argv[1:] if arguments is None else arguments, ("--json", "--sheet", "--against"))
+    options = parser.parse_intermixed_args(words)
+    settings = [*options.settings, *(word for flag in flags for word in (flag.option, flag.value) if word is not None)]
     for name in ("prompts", "seeds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}={getattr(options, name)}: it takes 1 or more")
-    for file in (options.json, options.sheet):
-        if file is not None and not file.absolute().parent.is_dir():
-            parser.error(f"{file}: there is no folder {file.absolute().parent}; make it first")
-    against = None
-    if options.against is not None:
-        try:
-            against = json.loads(options.against.read_text(encoding="utf-8"))["trials"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            parser.error(f"--against={options.against}: it takes a file that --json wrote ({error!r})")
     try:
-        config = _configure(options.settings)
-        result, rows = _score(config, options.prompts, options.seeds)
+        import scipy  # noqa: F401
+    except ModuleNotFoundError:
+        parser.error("the judge needs scipy, which is not installed: pip install scipy")
+    try:
+        config = _configure(settings)
+        tasks = list(_tasks(config, options.prompts, options.seeds))
+        against = None if options.against is None else _read_against(parser, options.against, tasks)
+        _check_files(parser, options.json, options.sheet)
+        rows: list[Any] | None = None if options.sheet is None else []
+        with terminated_by_signal():
+            result = _score(config, tasks, rows)
     except FaultError as error:
         print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
         return error.exit_code
     except (RankError, DisagreementError, StallError, TerminatedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if options.json is not None:
-        options.json.write_text(json.dumps({**result, "settings": options.settings}, indent=1) + "\n", encoding="utf-8")
-    if options.sheet is not None:
-        _write_sheet(rows, options.sheet)
+    except KeyboardInterrupt:
+        print("error: interrupted; the ranks were stopped", file=sys.stderr)
+        return INTERRUPTED
 
     from moving_shapes.scores import differences, table
 
     print(table(result))
+    if options.json is not None:
+        options.json.write_text(json.dumps({**result, "settings": settings}, indent=1) + "\n", encoding="utf-8")
+    if options.sheet is not None and rows is not None:
+        _write_sheet(rows, options.sheet)
     if against is None:
         return 0
     found = differences(result["trials"], against)
-    print("\n".join(found) if found else f"\nall {result['n']} verdicts are those of {options.against}")
-    return 1 if found else 0
+    print("\n".join(["", *found]) if found else f"\nall {result['n']} verdicts are those of {options.against}")
+    return OTHER_VERDICTS if found else 0
 
 
 if __name__ == "__main__":

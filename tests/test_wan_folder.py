@@ -168,7 +168,7 @@ def test_the_written_configs_have_every_field_of_the_spec(shrunk: Path, name: st
 
 
 def test_the_script_builds_the_asked_size_and_refuses_a_full_folder(tmp_path: Path) -> None:
-    script, folder = CHECKOUT / "scripts" / "build_wan_folder.py", tmp_path / "model"
+    script, folder = CHECKOUT / "scripts" / "build_tiny_wan.py", tmp_path / "model"
     command = [sys.executable, str(script), str(folder), "--layers", "1", "--heads", "2"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     config = json.loads((folder / "transformer" / "config.json").read_text())

@@ -8,33 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from moving_shapes.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, SHAPES, SIZE
-from moving_shapes.model import HISTORY
+from moving_shapes.model import HISTORY, SCORES
 from moving_shapes.scores import ATTRIBUTES
 from moving_shapes.wording import vocabulary
 
 CARD = "README.md"
-SCORES = "scores"
-"""The piece of the history that is no training."""
+KEPT = ("accuracy", "interval", "n", "steps", "settings", "device", "dtype", "confusion")
+"""Of a file of scores; the verdicts stay there."""
 
 
-def write_card(folder: Path) -> None:
-    """Write the card of the model in `folder` from its history."""
+def write_card(folder: Path, result: Mapping[str, Any] | None = None) -> None:
+    """Write the card of the model in `folder` from its history.
+
+    result: what `score_tiny_wan.py --json` wrote about this folder; it goes into the history in place of older scores.
+    Raises ValueError if it is about another model.
+    """
     history = json.loads((folder / HISTORY).read_text(encoding="utf-8"))
+    if result is not None:
+        if Path(result["model"]).resolve() != folder.resolve():
+            raise ValueError(f"the scores are of model.path={result['model']}")
+        history = [piece for piece in history if piece["piece"] != SCORES]
+        history.append({"piece": SCORES, **{key: result[key] for key in KEPT}})
+    text = _card(folder, history)
+    (folder / HISTORY).write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _card(folder: Path, history: Sequence[Mapping[str, Any]]) -> str:
     weights = {path.parent.name: path.stat().st_size / 2**20 for path in sorted(folder.glob("*/*.safetensors"))}
     parts = [*_introduction(weights), *_training([piece for piece in history if piece["piece"] != SCORES])]
     for piece in history:
         if piece["piece"] == SCORES:
             parts += _scores(piece)
-    (folder / CARD).write_text("\n".join(parts) + "\n", encoding="utf-8")
-
-
-def add_scores(folder: Path, result: Mapping[str, Any]) -> None:
-    """Put the scores that `score_tiny_wan.py --json` wrote into the history of the model, in place of older ones."""
-    file = folder / HISTORY
-    history = [piece for piece in json.loads(file.read_text(encoding="utf-8")) if piece["piece"] != SCORES]
-    keys = ("accuracy", "interval", "n", "steps", "settings", "device", "dtype", "confusion")
-    kept = {key: result[key] for key in keys}
-    file.write_text(json.dumps([*history, {"piece": SCORES, **kept}], indent=1) + "\n", encoding="utf-8")
+    return "\n".join(parts) + "\n"
 
 
 def _introduction(weights: Mapping[str, float]) -> list[str]:
@@ -69,7 +75,8 @@ def _training(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _scores(piece: Mapping[str, Any]) -> list[str]:
     settings = " ".join(piece["settings"]) or "no settings"
-    made = f"{piece['n']} prompts of held-out wording, {piece['steps']} steps, {piece['device']}, {settings}:"
+    where = f"{piece['device']}, {piece['dtype']}, {settings}"
+    made = f"{piece['n']} videos for held-out prompts, {piece['steps']} steps, {where}:"
     lines = ["", "## Scores", "", made, ""]
     lines += ["| attribute | accuracy | 95 % interval | mistaken |", "| --- | --- | --- | --- |"]
     for name in ATTRIBUTES:

@@ -70,6 +70,8 @@ SCHEDULER_CONFIG: dict[str, Any] = {
 PARTS = ("vae", "transformer", "text_encoder", "tokenizer", "scheduler")
 HISTORY = "training.json"
 """What was done to the weights, piece by piece, beside them."""
+SCORES = "scores"
+"""The piece of the history that is no training."""
 
 
 @dataclass

@@ -59,13 +59,18 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
 @dataclass(frozen=True)
 class Limits:
     """When a piece ends: after `minutes`, or after `steps` if that comes first. rate: highest learning rate, if not the
-    piece's own.
+    piece's own. number: how many pieces came before.
     """
 
     minutes: float
     steps: int | None
     seed: int
     rate: float | None = None
+    number: int = 0
+
+    def stream(self, purpose: str, ranks: Ranks) -> str:
+        """The seed of random numbers that no other purpose, rank or piece of the same training has."""
+        return f"{purpose} {self.seed} {self.number} {ranks.rank}"
 
     def progress(self, began: float, step: int) -> float:
         """0 at the first step, 1 at the end."""
@@ -94,8 +99,8 @@ def train(
     its warm-up), which the parameters hold in the end.
     """
     rate = rate if limits.rate is None else limits.rate
-    rng = random.Random(f"{limits.seed} {ranks.rank}")
-    torch.manual_seed(limits.seed * 1000 + ranks.rank)
+    rng = random.Random(limits.stream("batches", ranks))
+    torch.manual_seed(rng.getrandbits(63))
     weights: list[torch.Tensor] = [parameter for parameter in loss_of.parameters() if parameter.requires_grad]
     averages = [weight.detach().clone() for weight in weights] if average is not None else []
     fused = ranks.device.type == "cuda"
@@ -117,14 +122,14 @@ def train(
         if average is not None:
             torch._foreach_lerp_(averages, weights, 1 - min(average, step / (step + 10)))
         losses.append(loss.detach())
-        if step % AGREE_EVERY == 0 or step == limits.steps:
+        if ranks.count == 1 or step % AGREE_EVERY == 0 or step == limits.steps:
             progress = _agreed(limits.progress(began, step), ranks)
         if time.monotonic() - told > REPORT_EVERY_S or progress >= 1:
             told = time.monotonic()
             curve.append((step, float(torch.stack(losses).mean())))
             losses.clear()
-            left = (1 / max(progress, 1e-3) - 1) * (told - began)
-            ranks.say(f"step {step}: loss {curve[-1][1]:.4f}, {step / (told - began):.1f} steps/s, {left:.0f} s left")
+            left = f", {(1 / progress - 1) * (told - began):.0f} s left" if progress > 0 else ""
+            ranks.say(f"step {step}: loss {curve[-1][1]:.4f}, {step / (told - began):.1f} steps/s{left}")
     for weight, mean in zip(weights, averages, strict=False):
         weight.data.copy_(mean)
     return {

@@ -68,16 +68,10 @@ def scores(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def differences(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where two lists of trials, as `scores` writes them, do not have the same verdicts on the same prompts. The other
-    may go on where this one ends.
-    """
+    """Where two lists of trials of the same videos, as `scores` writes them, have different verdicts."""
     found = []
-    if len(one) > len(other):
-        found.append(f"{len(one)} trials here, {len(other)} there")
-    for number, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if (mine["prompt"], mine["seed"]) != (theirs["prompt"], theirs["seed"]):
-            found.append(f"trial {number}: another prompt or seed")
-        elif mine["seen"] != theirs["seen"]:
+    for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        if mine["seen"] != theirs["seen"]:
             found.append(
                 f"trial {number} ({mine['prompt']}): {_words(mine['seen'])} here, {_words(theirs['seen'])} there"
             )

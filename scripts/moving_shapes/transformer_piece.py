@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moving_shapes.clips import CROSSING, STEPS, Scene, draw, sample
-from moving_shapes.model import CAPTION_LENGTH, TEXT_LENGTH, TinyWan
+from moving_shapes.model import CAPTION_LENGTH, SCORES, TEXT_LENGTH, TinyWan
 from moving_shapes.piece import Limits, Ranks, train
 from moving_shapes.whole_clip import WholeClip
 from moving_shapes.wording import describe
@@ -71,7 +71,8 @@ class Lesson:
 
 def train_transformer(model: TinyWan, ranks: Ranks, limits: Limits, lesson: Lesson, *, compiled: bool) -> None:
     """Train `model.transformer` and `model.text_encoder` in place, and add to the history."""
-    scenes, latents = _fill_bank(model, ranks, limits.seed, lesson)
+    model.history = [piece for piece in model.history if piece["piece"] != SCORES]  # they were of other weights
+    scenes, latents = _fill_bank(model, ranks, limits, lesson)
     transformer, text_encoder = model.transformer.to(ranks.device).train(), model.text_encoder.to(ranks.device).train()
     loss = FlowLoss(transformer, text_encoder, lesson.shift)
     if compiled:
@@ -92,7 +93,7 @@ def train_transformer(model: TinyWan, ranks: Ranks, limits: Limits, lesson: Less
 
 @torch.no_grad()
 def _fill_bank(
-    model: TinyWan, ranks: Ranks, seed: int, lesson: Lesson, at_once: int = 32
+    model: TinyWan, ranks: Ranks, limits: Limits, lesson: Lesson, at_once: int = 32
 ) -> tuple[list[Scene], torch.Tensor]:
     """Scenes, and their normalised latents [N, C, F, H, W] on the device; each rank has its own."""
     whole = WholeClip(model.vae.to(ranks.device).eval())
@@ -100,7 +101,7 @@ def _fill_bank(
         torch.tensor(values, device=ranks.device).view(1, -1, 1, 1, 1)
         for values in (model.vae.config.latents_mean, model.vae.config.latents_std)
     )
-    rng = random.Random(f"bank {seed} {ranks.rank}")
+    rng = random.Random(limits.stream("bank", ranks))
     scenes: list[Scene] = []
     latents: list[torch.Tensor] = []
     while len(scenes) < lesson.bank:

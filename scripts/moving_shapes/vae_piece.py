@@ -41,7 +41,13 @@ class VaeLoss(torch.nn.Module):
 
 
 def train_vae(model: TinyWan, ranks: Ranks, limits: Limits, *, batch: int, compiled: bool) -> None:
-    """Train `model.vae` in place, set its latents' mean and deviation, and add to the history."""
+    """Train `model.vae` in place, set its latents' mean and deviation, and add to the history.
+
+    What was trained on the latents of the VAE as it was is forgotten.
+    """
+    fresh = TinyWan.new(limits.seed)
+    model.transformer, model.text_encoder = fresh.transformer, fresh.text_encoder
+    model.history = [piece for piece in model.history if piece["piece"] == "vae"]
     vae = model.vae.to(ranks.device).train()
     whole = WholeClip(vae)
     loss = VaeLoss(whole)
@@ -53,20 +59,20 @@ def train_vae(model: TinyWan, ranks: Ranks, limits: Limits, *, batch: int, compi
 
     record = train(loss, batch_of, ranks, limits, rate=RATE)
     vae.eval()
-    measured = _measure(whole, ranks, clips=8 * batch * ranks.count)
+    measured = _measure(whole, ranks, limits, clips=8 * batch * ranks.count)
     vae.register_to_config(latents_mean=measured.pop("latents_mean"), latents_std=measured.pop("latents_std"))
     model.history.append({"piece": "vae", "batch": batch * ranks.count, **record, **measured})
 
 
 @torch.no_grad()
-def _measure(whole: WholeClip, ranks: Ranks, clips: int, at_once: int = 16) -> dict[str, Any]:
+def _measure(whole: WholeClip, ranks: Ranks, limits: Limits, clips: int, at_once: int = 16) -> dict[str, Any]:
     """Mean and deviation of each latent channel, and the error of decoded clips that training did not see.
 
     at_once: clips per round; fewer where fewer are asked for.
     """
     at_once = min(at_once, clips // ranks.count)
-    rng = random.Random(f"measure {ranks.rank}")
-    sums, error, shape_error = torch.zeros(2, whole.vae.config.z_dim, device=ranks.device), 0.0, 0.0
+    rng = random.Random(limits.stream("measure", ranks))
+    sums, errors = torch.zeros(2, whole.vae.config.z_dim, device=ranks.device), torch.zeros(2, device=ranks.device)
     rounds = -(-clips // (at_once * ranks.count))
     for _ in range(rounds):
         clip, covered = draw([sample(rng) for _ in range(at_once)], device=ranks.device)
@@ -77,12 +83,12 @@ def _measure(whole: WholeClip, ranks: Ranks, clips: int, at_once: int = 16) -> d
         # Of the samples, not of the means: a channel that tells nothing keeps deviation one, and its means stay small.
         sums += torch.stack([mean.mean((0, 2, 3, 4)), (mean.square() + variance).mean((0, 2, 3, 4))]) / rounds
         square = (decoded - clip).square()
-        error += float(square.mean()) / rounds
-        shape_error += float((square * covered).sum() / (3 * covered.sum())) / rounds
-    sums = ranks.mean(sums)
+        errors += torch.stack([square.mean(), (square * covered).sum() / (3 * covered.sum())]) / rounds
+    sums, errors = ranks.mean(sums), ranks.mean(errors)
     means, deviations = sums[0], (sums[1] - sums[0].square()).sqrt()
     psnr = {
-        name: round(10 * math.log10(4 / value), 2) for name, value in (("psnr", error), ("shape_psnr", shape_error))
+        name: round(10 * math.log10(4 / value), 2)
+        for name, value in zip(("psnr", "shape_psnr"), errors.tolist(), strict=True)
     }
     ranks.say(f"on new clips: PSNR {psnr['psnr']} dB, on the shapes alone {psnr['shape_psnr']} dB")
     return {"latents_mean": means.tolist(), "latents_std": deviations.tolist(), **psnr}

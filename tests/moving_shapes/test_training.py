@@ -120,6 +120,7 @@ def test_pieces_follow_each_other_and_leave_a_stock_folder_with_a_card(tmp_path:
     scores = tmp_path / "scores.json"
     interval = {name: [0.5, 1.0] for name in ("colour", "shape", "direction")}
     result = {"accuracy": dict.fromkeys(interval, 0.75), "interval": interval, "n": 4, "steps": 30, "settings": []}
+    result["model"] = str(second)
     confusion = {name: {"red": {"blue": 1, "red": 3}} for name in interval}
     scores.write_text(json.dumps({**result, "device": "cpu", "dtype": "float32", "confusion": confusion}))
     for _ in range(2):
@@ -134,9 +135,14 @@ def test_pieces_follow_each_other_and_leave_a_stock_folder_with_a_card(tmp_path:
     ("arguments", "message"),
     [
         (("transformer", "--to", "x"), "transformer needs --from"),
-        (("vae", "--to", "x", "--from", "nowhere"), "--from=nowhere: no diffusers folder is there"),
+        (("vae", "--to", "x", "--from", "nowhere"), "--from=nowhere: no trained folder is there"),
+        (("vae", "--to", "x", "--shift", "3"), "--shift=3.0: vae does not use it"),
+        (("transformer", "--to", "x", "--crossing", "2"), "--crossing=2.0: it takes 0 to 1"),
+        (("vae", "--to", "x", "--minutes", "nan"), "--minutes=nan: it takes more than 0"),
+        (("vae", "--to", "docs"), "--to=docs: the folder is not empty"),
+        (("vae", "--to", "README.md"), "--to=README.md: it cannot be made"),
         (("vae", "--to", "x", "--steps", "0"), "--steps=0: it takes more than 0"),
-        (("card", "--to", "nowhere"), "card: nowhere must be a trained folder"),
+        (("card", "--to", "nowhere"), "card --to=nowhere --scores=None: takes a trained folder"),
         (("vea", "--to", "x"), "invalid choice: 'vea'"),
     ],
 )
