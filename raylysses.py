@@ -27,6 +27,7 @@ _HOMES = {
     "attention_context": "parallel.context",
     "compose": "configs.compose",
     "get_attn_backend_for_role": "backends.selector",
+    "register_diffusion_backend": "backends.registrations",
     "request_of": "runtime.requests",
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import importlib
 from collections.abc import Mapping
 
 from backends.interface import AttentionBackend
+from backends.registrations import load, registered
 from configs.faults import Fault, FaultError, unknown_name_remedy
 
 
@@ -20,62 +20,47 @@ class DiffusionAttentionBackendEnum(enum.Enum):
 
 
 class Registry:
-    """The backends of one run: the built-in ones and those registered for it.
+    """The backends of one run. A name is looked up in what the run registers, then in what this process has
+    registered (`backends.registrations`), then among the built-in ones.
 
-    registered: new name -> dotted class path of an `AttentionBackend` that is importable in the driver and on every
-    rank.
+    given: name -> dotted class path of an `AttentionBackend` that is importable in the driver and on every rank.
     """
 
-    def __init__(self, registered: Mapping[str, str] | None = None) -> None:
-        self._paths = {member.name: member.value for member in DiffusionAttentionBackendEnum} | dict(registered or {})
-        self._classes: dict[str, type[AttentionBackend]] = {}
+    def __init__(self, given: Mapping[str, str] | None = None) -> None:
+        self._given = dict(given or {})
+        self._classes: dict[tuple[str, str], type[AttentionBackend]] = {}
+
+    def registrations(self) -> dict[str, str]:
+        """Name -> class path of all that is not built in, for a registry in another process."""
+        return {**registered(), **self._given}
+
+    def _paths(self) -> dict[str, str]:
+        return {member.name: member.value for member in DiffusionAttentionBackendEnum} | self.registrations()
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._paths)
+        return tuple(self._paths())
 
     def class_path(self, name: str, key: str = "backend", origin: str = "") -> str:
         """The class path of a name. Raises FaultError, about `key`, if there is none."""
-        if name not in self._paths:
-            known = self.names()
+        paths = self._paths()
+        if name not in paths:
+            known = tuple(paths)
             raise FaultError(
                 [Fault(key, name, "no backend has that name", unknown_name_remedy(name, known), known, origin)]
             )
-        return self._paths[name]
+        return paths[name]
 
     def get_class(self, name: str, key: str = "backend", origin: str = "") -> type[AttentionBackend]:
         """The declaration of a name. Raises FaultError if it is unknown, cannot be imported, or is no
         AttentionBackend.
         """
-        if name not in self._classes:
-            self._classes[name] = _load(name, self.class_path(name, key, origin))
-        return self._classes[name]
+        path = self.class_path(name, key, origin)
+        if (name, path) not in self._classes:
+            self._classes[name, path] = load(name, path)
+        return self._classes[name, path]
 
     def distributions(self) -> tuple[str, ...]:
-        """Every package that some variant of some built-in or already loaded backend asks for."""
+        """Every package that some variant of some backend asks for."""
         backends = [self.get_class(name) for name in self.names()]
         found = [dist for backend in backends for variant in backend.variants for dist in variant.distributions]
         return tuple(dict.fromkeys(found))
-
-
-def _load(name: str, path: str) -> type[AttentionBackend]:
-    key = f"attention.register.{name}"
-    module, _, attribute = path.rpartition(".")
-    remedy = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
-    if not module:
-        raise FaultError([Fault(key, path, "is not the path of a class in a module", remedy)])
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except (Exception, SystemExit) as error:
-        rule = f"cannot be imported: {type(error).__name__}: {error}"
-        raise FaultError([Fault(key, path, rule, remedy)]) from error
-    if found is None:
-        raise FaultError([Fault(key, path, f"{module} has no {attribute}", "name a class that it has")])
-    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
-        remedy = "derive it from backends.interface.AttentionBackend"
-        raise FaultError([Fault(key, path, "is not an AttentionBackend class", remedy)])
-    if not getattr(found, "variants", ()):
-        raise FaultError([Fault(key, path, "declares no variants", "give it `variants`, one for each kernel")])
-    if found.get_name() != name:
-        rule = f"its get_name() is {found.get_name()}, and a backend has one name everywhere"
-        raise FaultError([Fault(key, path, rule, f"register it as attention.register.{found.get_name()}")])
-    return found

@@ -150,7 +150,9 @@ class Session:
         path = self.config.model.path
         # Ranks have working directories of their own.
         absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
-        config = replace(self.config, model=ModelConfig(absolute))
+        # What this process has registered, no other process knows.
+        attention = replace(self.config.attention, register=self._registry.registrations())
+        config = replace(self.config, model=ModelConfig(absolute), attention=attention)
         return [
             RankSpec(
                 rank=place.rank,

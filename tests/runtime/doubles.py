@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from backends.declared.reference import ReferenceBackend
 from backends.interface import AttentionBackend, AttentionMetadata, Variant
 from backends.kernels.torch_sdpa import TorchSdpaImpl
 from backends.platforms.facts import DeviceFacts
@@ -92,6 +93,12 @@ class NarrowBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "NARROW"
+
+
+class RenamedReferenceBackend(ReferenceBackend):
+    """No fault: another class under a built-in name."""
+
+    variants = (Variant("renamed", "backends.kernels.reference.ReferenceImpl"),)
 
 
 class RaisingBackend(AttentionBackend):

@@ -16,6 +16,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.numpy import load_file, save_file
 
+from backends.registrations import register_diffusion_backend
 from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import RunConfig
@@ -244,6 +245,20 @@ def test_a_tensor_that_is_missing_from_the_text_encoder_is_refused(tmp_path: Pat
         pass
 
     assert lost in str(caught.value)
+
+
+def test_what_python_code_registers_reaches_the_ranks_by_name() -> None:
+    """A built-in name with another class, and ranks that are processes of their own: they must run that class."""
+    config = config_of(TINY_WAN, 2, 8, "attention.default=REFERENCE")
+    with (
+        register_diffusion_backend("REFERENCE", "tests.runtime.doubles.RenamedReferenceBackend"),
+        Session(config) as session,
+    ):
+        session.generate([request_of(config)])
+        entries = session.report.entries
+
+    assert {entry.class_path for entry in entries} == {"tests.runtime.doubles.RenamedReferenceBackend"}
+    assert {entry.variant for entry in entries} == {"renamed"}
 
 
 def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:

@@ -1,0 +1,133 @@
+"""Registration by path, by decorator, within a scope and by an installed package; and what is no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backends import registrations
+from backends.declared.torch_sdpa import TorchSdpaBackend
+from backends.interface import AttentionBackend, Requirements, Validation, Variant
+from backends.platforms.facts import DeviceFacts
+from backends.registrations import register_diffusion_backend, registered
+from backends.registry import DiffusionAttentionBackendEnum, Registry
+from backends.selector import select
+from configs.faults import FaultError
+from configs.schema import AttentionConfig
+
+HERE = __name__
+CPU = DeviceFacts("cpu")
+CALL = Requirements(head_size=64, num_heads=4, num_kv_heads=4, dtype="float32", kind="self")
+
+
+class Mine(AttentionBackend):
+    variants = (Variant("mine", "backends.kernels.reference.ReferenceImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "MINE"
+
+
+class OtherMine(Mine):
+    variants = (Variant("other", "backends.kernels.reference.ReferenceImpl"),)
+
+
+class MySdpa(TorchSdpaBackend):
+    variants = (Variant("mine", "backends.kernels.reference.ReferenceImpl"),)
+
+
+class OddlyCalled(Mine):
+    @classmethod
+    def validate(cls, required: Requirements) -> Validation:  # type: ignore[override]
+        return Validation(None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    before = dict(registrations._registered)
+    yield
+    registrations._registered.clear()
+    registrations._registered.update(before)
+    registrations._installed.cache_clear()
+
+
+def test_a_path_gives_a_new_name_to_registries_that_exist() -> None:
+    registry = Registry()
+    register_diffusion_backend("MINE", f"{HERE}.Mine")
+    assert registry.get_class("MINE") is Mine
+    assert registry.names()[-1] == "MINE"
+    assert registry.registrations() == {"MINE": f"{HERE}.Mine"}
+
+
+def test_an_override_counts_from_the_next_selection_on_and_ends_with_its_scope() -> None:
+    registry = Registry()
+    built_in = registry.get_class("TORCH_SDPA")
+    with register_diffusion_backend(DiffusionAttentionBackendEnum.TORCH_SDPA, f"{HERE}.MySdpa"):
+        assert registry.get_class("TORCH_SDPA") is MySdpa
+        assert select("self", CALL, CPU, AttentionConfig(), registry).variant == "mine"
+        with register_diffusion_backend("MINE", f"{HERE}.Mine"):
+            assert registry.get_class("MINE") is Mine
+            with register_diffusion_backend("MINE", f"{HERE}.OtherMine"):
+                assert registry.get_class("MINE") is OtherMine
+            assert registry.get_class("MINE") is Mine
+        assert "MINE" not in registry.names()
+    assert registry.get_class("TORCH_SDPA") is built_in is TorchSdpaBackend
+    assert select("self", CALL, CPU, AttentionConfig(), registry).variant == "torch"
+    with pytest.raises(ZeroDivisionError), register_diffusion_backend("MINE", f"{HERE}.Mine"):
+        raise ZeroDivisionError
+    assert registered() == {}
+
+
+def test_a_run_s_own_registration_wins() -> None:
+    register_diffusion_backend("MINE", f"{HERE}.Mine")
+    registry = Registry({"MINE": f"{HERE}.OtherMine"})
+    assert registry.get_class("MINE") is OtherMine
+    assert registry.registrations() == {"MINE": f"{HERE}.OtherMine"}
+
+
+def test_a_decorated_class_is_registered_by_its_path() -> None:
+    assert register_diffusion_backend("MINE")(Mine) is Mine
+    assert registered() == {"MINE": f"{HERE}.Mine"}
+
+
+def test_what_ranks_cannot_import_is_refused() -> None:
+    with pytest.raises(FaultError, match="cannot be imported by ranks") as caught:
+
+        @register_diffusion_backend("MINE")
+        class Local(Mine):
+            pass
+
+    assert "define the class at the top of a module" in str(caught.value)
+    assert registered() == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_package.Mine", "cannot be imported"),
+        (f"{HERE}.CALL", "is not an AttentionBackend class"),
+        (f"{HERE}.MySdpa", "its get_name() is TORCH_SDPA"),
+        (f"{HERE}.OddlyCalled", "its validate takes (required), and is called with (required, device)"),
+    ],
+)
+def test_what_is_no_backend_is_refused_at_registration(path: str, message: str) -> None:
+    with pytest.raises(FaultError) as caught:
+        register_diffusion_backend("MINE", path)
+    assert message in str(caught.value)
+    assert registered() == {}
+
+
+def test_an_installed_package_brings_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "bringer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bringer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[raylysses.backends]\nMINE = {HERE}:Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registrations._installed.cache_clear()
+    registry = Registry()
+    assert registry.get_class("MINE") is Mine
+    with register_diffusion_backend("MINE", f"{HERE}.OtherMine"):
+        assert registry.get_class("MINE") is OtherMine
+    assert registry.get_class("MINE") is Mine
