@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # a checkout need not be installed
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
 
 EXAMPLE = """example, on two GPUs; without torchrun it takes one, or the CPU:
   torchrun --nproc-per-node 2 scripts/train_tiny_wan.py vae --to /tmp/piece-1 --minutes 8

@@ -11,6 +11,7 @@ from moving_shapes.clips import BACKGROUNDS, COLOURS, FRAMES, MOTIONS, SHAPES, S
 from moving_shapes.model import HISTORY, SCORES
 from moving_shapes.scores import ATTRIBUTES
 from moving_shapes.wording import vocabulary
+from runtime.model_folder import folder_of
 
 CARD = "README.md"
 KEPT = ("accuracy", "interval", "n", "steps", "settings", "device", "dtype", "confusion")
@@ -25,7 +26,7 @@ def write_card(folder: Path, result: Mapping[str, Any] | None = None) -> None:
     """
     history = json.loads((folder / HISTORY).read_text(encoding="utf-8"))
     if result is not None:
-        if Path(result["model"]).resolve() != folder.resolve():
+        if folder_of(result["model"]).resolve() != folder.resolve():
             raise ValueError(f"the scores are of model.path={result['model']}")
         history = [piece for piece in history if piece["piece"] != SCORES]
         history.append({"piece": SCORES, **{key: result[key] for key in KEPT}})
