@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Mapping
 
+from backends.declarations import load
 from backends.interface import AttentionBackend
-from backends.registrations import load, registered
+from backends.registrations import registered
 from configs.faults import Fault, FaultError, unknown_name_remedy
 
 
@@ -19,6 +21,9 @@ class DiffusionAttentionBackendEnum(enum.Enum):
     FLASH_ATTN = "backends.declared.flash_attn.FlashAttnBackend"
 
 
+_BUILT_IN = {member.name: member.value for member in DiffusionAttentionBackendEnum}
+
+
 class Registry:
     """The backends of one run. A name is looked up in what the run registers, then in what this process has
     registered (`backends.registrations`), then among the built-in ones.
@@ -28,21 +33,31 @@ class Registry:
 
     def __init__(self, given: Mapping[str, str] | None = None) -> None:
         self._given = dict(given or {})
-        self._classes: dict[tuple[str, str], type[AttentionBackend]] = {}
+        self._fixed: dict[str, str] | None = None
+
+    @classmethod
+    def exactly(cls, paths: Mapping[str, str]) -> Registry:
+        """A registry of these names alone, whatever this process registers: another one's `paths`."""
+        registry = cls()
+        registry._fixed = dict(paths)
+        return registry
+
+    def paths(self) -> dict[str, str]:
+        """Name -> class path, the built-in ones first."""
+        if self._fixed is not None:
+            return dict(self._fixed)
+        return {**_BUILT_IN, **registered(), **self._given}
 
     def registrations(self) -> dict[str, str]:
-        """Name -> class path of all that is not built in, for a registry in another process."""
-        return {**registered(), **self._given}
-
-    def _paths(self) -> dict[str, str]:
-        return {member.name: member.value for member in DiffusionAttentionBackendEnum} | self.registrations()
+        """Name -> class path of all that is not built in, or no longer."""
+        return {name: path for name, path in self.paths().items() if _BUILT_IN.get(name) != path}
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._paths())
+        return tuple(self.paths())
 
     def class_path(self, name: str, key: str = "backend", origin: str = "") -> str:
         """The class path of a name. Raises FaultError, about `key`, if there is none."""
-        paths = self._paths()
+        paths = self.paths()
         if name not in paths:
             known = tuple(paths)
             raise FaultError(
@@ -51,16 +66,17 @@ class Registry:
         return paths[name]
 
     def get_class(self, name: str, key: str = "backend", origin: str = "") -> type[AttentionBackend]:
-        """The declaration of a name. Raises FaultError if it is unknown, cannot be imported, or is no
-        AttentionBackend.
+        """The declaration of a name, as its module has it now. Raises FaultError if it is unknown, cannot be imported,
+        or is no AttentionBackend.
         """
-        path = self.class_path(name, key, origin)
-        if (name, path) not in self._classes:
-            self._classes[name, path] = load(name, path)
-        return self._classes[name, path]
+        return load(name, self.class_path(name, key, origin))
 
     def distributions(self) -> tuple[str, ...]:
-        """Every package that some variant of some backend asks for."""
-        backends = [self.get_class(name) for name in self.names()]
-        found = [dist for backend in backends for variant in backend.variants for dist in variant.distributions]
+        """Every package that some variant of some backend asks for. A backend that cannot be loaded asks for none: it
+        is refused when it is chosen.
+        """
+        found: list[str] = []
+        for name in self.names():
+            with contextlib.suppress(FaultError):
+                found += [dist for variant in self.get_class(name).variants for dist in variant.distributions]
         return tuple(dict.fromkeys(found))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,19 @@ from configs.faults import Fault
 from configs.fields import DEFAULT
 from configs.layers import Setting, Written, flatten
 from configs.overrides import ORIGIN
-from configs.values import Sweep, ValueSyntaxError, parse_value
+from configs.values import MAX_DEPTH, Sweep, ValueSyntaxError, parse_value
 
 BACKEND = "--attention-backend"
 CONFIG = "--attention-config"
 SHORT = "-ac"
 _NAMES = (BACKEND, CONFIG, SHORT)
+_NAME = re.compile(r"\w[\w-]*")
+"""One name in a path, as in the key of an override."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One option. path: what it names below `attention`. value: None if the words end after the option."""
+    """One option. path: what it names below `attention`. value: None if no value follows the option."""
 
     name: str
     path: tuple[str, ...]
@@ -48,23 +51,19 @@ def split(words: Sequence[str], values_follow: Sequence[str] = ()) -> tuple[list
     """
     others: list[str] = []
     flags: list[Flag] = []
-    rest = iter(words)
-    for word in rest:
+    rest = list(reversed(words))
+    while rest:
+        word = rest.pop()
         flag = _flag(word)
         if flag is None:
             others.append(word)
-            if word in values_follow:
-                others.extend(_next(rest))
-        elif flag.value is None:
-            flags.append(Flag(flag.name, flag.path, next(iter(_next(rest)), None)))
+            if word in values_follow and rest:
+                others.append(rest.pop())
+        elif flag.value is None and rest and not rest[-1].startswith("-"):
+            flags.append(Flag(flag.name, flag.path, rest.pop()))
         else:
             flags.append(flag)
     return others, flags
-
-
-def _next(words: Iterator[str]) -> list[str]:
-    word = next(words, None)
-    return [] if word is None else [word]
 
 
 def _flag(word: str) -> Flag | None:
@@ -93,9 +92,10 @@ def _settings(flag: Flag) -> Iterator[Setting | Fault]:
     elif flag.name == BACKEND and flag.path:
         remedy = f"write {BACKEND} NAME, or {CONFIG}.{'.'.join(flag.path)} VALUE"
         yield Fault(flag.option, flag.value, "has a path, and takes none", remedy, origin=ORIGIN)
-    elif flag.name == BACKEND:
-        yield from _flatten(flag, ("default",), flag.value)
-    elif flag.path:
+    elif not all(map(_NAME.fullmatch, flag.path)):
+        remedy = f"write {CONFIG}.per_role.ROLE NAME, or {BACKEND} NAME"
+        yield Fault(flag.option, flag.value, "is not names joined by dots", remedy, origin=ORIGIN)
+    elif flag.name == BACKEND or flag.path:
         yield from _path_settings(flag, flag.value)
     else:
         yield from _json_settings(flag, flag.value)
@@ -110,13 +110,13 @@ def _path_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
     if isinstance(value, Sweep):
         yield Fault(flag.option, text, "is a sweep; one run takes one value", "give one value", origin=ORIGIN)
         return
-    yield from _flatten(flag, ("default",) if flag.path == ("backend",) else flag.path, value)
+    yield from _flatten(flag, ("default",) if flag.path in ((), ("backend",)) else flag.path, value)
 
 
 def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
     remedy = f'write {flag.option} \'{{"default": "NAME", "per_role": {{"cross": "NAME"}}}}\''
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         hint = f"; for one backend, {BACKEND} {text}" if text.isidentifier() else ""
         yield Fault(flag.option, text, f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
@@ -124,8 +124,26 @@ def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
     if not isinstance(value, dict):
         yield Fault(flag.option, text, "is not a mapping", remedy, origin=ORIGIN)
         return
+    if text.count("{") > MAX_DEPTH:
+        yield Fault(
+            flag.option, text, f"has more than {MAX_DEPTH} mappings", "write roles as dotted keys", origin=ORIGIN
+        )
+        return
     for name, item in value.items():
-        yield from _flatten(flag, ("default",) if name == "backend" else tuple(name.split(".")), item)
+        path = ("default",) if name == "backend" else tuple(name.split("."))
+        if all(map(_NAME.fullmatch, path)):
+            yield from _flatten(flag, path, item)
+        else:
+            rule = f"has the key {name!r}, which is not names joined by dots"
+            yield Fault(flag.option, text, rule, remedy, origin=ORIGIN)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"it has the key {twice!r} twice")
+    return dict(pairs)
 
 
 def _flatten(flag: Flag, path: tuple[str, ...], value: Any) -> Iterator[Setting | Fault]:

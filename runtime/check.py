@@ -39,7 +39,7 @@ def settle_dtype(config: RunConfig, platform: str) -> str:
 
 
 def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
-    """Roles that the model does not have, and backends that nobody registered."""
+    """Roles that the model does not have, backends that nobody registered, and registrations that are none."""
     roles = {role.role for model in folder.models.values() for role in model.roles}
     categories = {role.category for model in folder.models.values() for role in model.roles}
     parents = {role.rsplit(".", depth)[0] for role in roles for depth in range(1, role.count(".") + 1)}
@@ -54,6 +54,11 @@ def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry
         found += _backend_name_faults(key, spec.backend, config, registry)
     if config.default is not None:
         found += _backend_name_faults("attention.default", config.default.backend, config, registry)
+    for name in config.register:
+        try:
+            registry.get_class(name)
+        except FaultError as error:
+            found += error.faults
     return found
 
 

@@ -22,6 +22,12 @@ INTERRUPTED = 130
 class Commands(click.Group):
     """A group that answers a misspelled command with the nearest right one."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and split(args[:1])[1]:
+            commands = " or ".join(self.commands)
+            raise click.UsageError(f"{args[0]}: stands before the command; write it after {commands}", ctx)
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -88,7 +94,7 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
     """
     from runtime.generate import generate
 
-    arguments = [*overrides, *flags, *([] if prompt is None else [f"generate.prompt={quote(prompt)}"])]
+    arguments = [*([] if prompt is None else [f"generate.prompt={quote(prompt)}"]), *overrides, *flags]
     folder = generate(_compose(arguments, config))
     click.echo(f"\nThe run is in {folder}")
     click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
@@ -140,7 +146,7 @@ def _compose_without_prompt(arguments: Sequence[str], file: Path | None) -> RunC
     """Compose; a prompt that nobody gave is not missed."""
     config, faults = compose(arguments, file=file)
     if config is None and {fault.key for fault in faults} == {"generate.prompt"}:
-        return _compose([*arguments, "generate.prompt='-'"], file)
+        return _compose(["generate.prompt='-'", *arguments], file)
     if config is None:
         raise FaultError(fault for fault in faults if fault.key != "generate.prompt" or fault.value is not None)
     return config

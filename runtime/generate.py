@@ -49,7 +49,7 @@ class _Recorder(Observer):
         self.folder = RunFolder.create(self._path)
         # Given back with --config, it makes a new run, in a folder of its own.
         mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        self.folder.write_config(mapping, registered=self._config.attention.register)
+        self.folder.write_config(mapping, registered=self.session.registrations)
         self.write_reports("running")
 
     def on_event(self, rank: int, event: Any) -> None:

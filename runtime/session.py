@@ -64,6 +64,8 @@ class Session:
         self._starter = StarterThread()
 
     def __enter__(self) -> Session:
+        # What is registered while the session lives is another session's.
+        self._registry = Registry.exactly(Registry(self.config.attention.register).paths())
         folder = self.check()
         try:
             with terminated_by_signal():
@@ -82,6 +84,11 @@ class Session:
     def places(self) -> tuple[RankPlace, ...]:
         """Where the ranks run, by rank; empty before they are placed."""
         return self._group.places
+
+    @property
+    def registrations(self) -> dict[str, str]:
+        """Name -> class path of the backends that the ranks know beside the built-in ones."""
+        return self._registry.registrations()
 
     @property
     def report(self) -> SelectionReport:
@@ -150,9 +157,7 @@ class Session:
         path = self.config.model.path
         # Ranks have working directories of their own.
         absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
-        # What this process has registered, no other process knows.
-        attention = replace(self.config.attention, register=self._registry.registrations())
-        config = replace(self.config, model=ModelConfig(absolute), attention=attention)
+        config = replace(self.config, model=ModelConfig(absolute))
         return [
             RankSpec(
                 rank=place.rank,
@@ -166,6 +171,7 @@ class Session:
                 store=store,
                 # The driver is to notice a stall before a collective gives up and blames the peer that waited.
                 timeout_s=2 * self.config.cluster.stall_timeout_s,
+                backends=self._registry.paths(),
                 config=config,
             )
             for place in self.places

@@ -22,7 +22,7 @@ class RankSpec:
 
     ordinal: of its GPU among those that the process sees. host: its node's address. several_nodes: whether the group
     spans more than one. store: host and port of the store that the first rank keeps.
-    timeout_s: of joining, and of any collective.
+    backends: name -> class path, the only ones that it knows. timeout_s: of joining, and of any collective.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankSpec:
     pipeline: str
     store: tuple[str, int]
     timeout_s: float
+    backends: Mapping[str, str]
     config: RunConfig
 
 

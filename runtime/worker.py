@@ -77,7 +77,7 @@ class Rank:
         make = spec.config.generate
         self.pipe = load_pipeline(folder, spec.pipeline, self.mesh, dtype, make.flow_shift)
         self._emit = emit
-        registry = Registry(spec.config.attention.register)
+        registry = Registry.exactly(spec.backends)
         self.transport = self.transport_class(self.mesh)
         context = AttentionContext(
             mesh=self.mesh,

@@ -77,7 +77,7 @@ def _configure(settings: Sequence[str]) -> RunConfig:
         key, _, value = own[0].lstrip("+~").partition("=")
         raise FaultError([Fault(key, value, "is set by this script, for each video", "leave it out")])
     fixed = ["run.outputs=[frames]", f"generate.prompt={quote('a held-out prompt')}"]
-    config, faults = compose([*settings, *fixed])
+    config, faults = compose([*fixed, *settings])
     if config is None or faults:
         raise FaultError(faults)
     return config

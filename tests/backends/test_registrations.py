@@ -44,12 +44,39 @@ class OddlyCalled(Mine):
         return Validation(None)
 
 
+class NotATuple(Mine):
+    variants = Variant("mine", "backends.kernels.reference.ReferenceImpl")  # type: ignore[assignment]
+
+
+class TextForATuple(Mine):
+    variants = (Variant("mine", "a.B", distributions="flash-attn"),)  # type: ignore[arg-type]
+
+
+class NameIsText(Mine):
+    get_name = "MINE"  # type: ignore[assignment]
+
+
+class Nameless(Mine):
+    @staticmethod
+    def get_name() -> str:
+        return str(1 / 0)
+
+
+class ReturnsNone(Mine):
+    @staticmethod
+    def get_name() -> str:
+        return None  # type: ignore[return-value]
+
+
+class Outer:
+    class Inner(Mine): ...
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    before = dict(registrations._registered)
+    before = list(registrations._registrations)
     yield
-    registrations._registered.clear()
-    registrations._registered.update(before)
+    registrations._registrations[:] = before
     registrations._installed.cache_clear()
 
 
@@ -100,7 +127,56 @@ def test_what_ranks_cannot_import_is_refused() -> None:
             pass
 
     assert "define the class at the top of a module" in str(caught.value)
+    with pytest.raises(FaultError, match="cannot be imported by ranks"):
+        register_diffusion_backend("MINE")(Outer.Inner)
+    with pytest.raises(TypeError, match=r"write @register_diffusion_backend\(NAME\)"):
+        register_diffusion_backend(Mine)  # type: ignore[call-overload]
     assert registered() == {}
+
+
+@pytest.mark.parametrize("name", ["auto", "AUTO", "", "my.backend", "1ST", "a\nb", "a b"])
+def test_what_cannot_be_written_as_a_setting_is_no_name(name: str) -> None:
+    with pytest.raises(FaultError, match="is not a name of a backend"):
+        register_diffusion_backend(name, f"{HERE}.Mine")
+
+
+def test_scopes_may_end_in_any_order_and_not_twice() -> None:
+    first = register_diffusion_backend("MINE", f"{HERE}.Mine")
+    second = register_diffusion_backend("MINE", f"{HERE}.OtherMine")
+    with first:
+        pass
+    assert registered() == {"MINE": f"{HERE}.OtherMine"}
+    with second:
+        pass
+    assert registered() == {}
+    with pytest.raises(RuntimeError, match="has ended"), second:
+        pass
+
+
+def test_a_broken_backend_that_nobody_asked_for_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrations, "_installed", lambda: {"BROKEN": "no_such_package.Backend"})
+    registry = Registry()
+    assert "flash-attn-4" in registry.distributions()
+    assert select("self", CALL, CPU, AttentionConfig(), registry).backend == "TORCH_SDPA"
+    with pytest.raises(FaultError, match="cannot be imported"):
+        registry.get_class("BROKEN")
+
+
+def test_another_process_s_registry_knows_what_it_is_told_alone() -> None:
+    with register_diffusion_backend("MINE", f"{HERE}.Mine"):
+        sent = Registry().paths()
+    with register_diffusion_backend("TORCH_SDPA", f"{HERE}.MySdpa"):
+        registry = Registry.exactly(sent)
+        assert registry.get_class("TORCH_SDPA") is TorchSdpaBackend
+        assert registry.get_class("MINE") is Mine
+        assert registry.registrations() == {"MINE": f"{HERE}.Mine"}
+
+
+def test_a_reloaded_module_gives_its_new_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry({"MINE": f"{HERE}.Mine"})
+    assert registry.get_class("MINE") is Mine
+    monkeypatch.setitem(globals(), "Mine", OtherMine)
+    assert registry.get_class("MINE") is OtherMine
 
 
 @pytest.mark.parametrize(
@@ -109,7 +185,12 @@ def test_what_ranks_cannot_import_is_refused() -> None:
         ("no_such_package.Mine", "cannot be imported"),
         (f"{HERE}.CALL", "is not an AttentionBackend class"),
         (f"{HERE}.MySdpa", "its get_name() is TORCH_SDPA"),
-        (f"{HERE}.OddlyCalled", "its validate takes (required), and is called with (required, device)"),
+        (f"{HERE}.OddlyCalled", "its validate takes (required"),
+        (f"{HERE}.NotATuple", "its variants are not a tuple of Variant"),
+        (f"{HERE}.TextForATuple", "distributions of its variant mine is 'flash-attn', not a tuple"),
+        (f"{HERE}.NameIsText", "its get_name is not a method"),
+        (f"{HERE}.Nameless", "its get_name() raises ZeroDivisionError"),
+        (f"{HERE}.ReturnsNone", "has no get_name() of its own"),
     ],
 )
 def test_what_is_no_backend_is_refused_at_registration(path: str, message: str) -> None:
@@ -123,7 +204,7 @@ def test_an_installed_package_brings_a_name(tmp_path: Path, monkeypatch: pytest.
     info = tmp_path / "bringer-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bringer\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[raylysses.backends]\nMINE = {HERE}:Mine\n")
+    (info / "entry_points.txt").write_text(f"[raylysses.backends]\nMINE = {HERE} : Mine [fast]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     registrations._installed.cache_clear()
     registry = Registry()

@@ -1,0 +1,96 @@
+"""Loading the declaration of a backend by its path, and what makes a class one."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+from backends.interface import AttentionBackend, Variant
+from configs.faults import Fault, FaultError
+
+_GIVE_PATH = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
+_CALLS = {"get_name": 0, "validate": 2, "validate_configuration": 2, "get_impl_cls": 1}
+"""With how many arguments the selection calls each method."""
+_TUPLES = ("platforms", "distributions", "head_sizes_above", "dtypes", "masks")
+
+
+def registration_key(name: str) -> str:
+    """The setting that registers a name."""
+    return f"attention.register.{name}"
+
+
+def load(name: str, path: str) -> type[AttentionBackend]:
+    """The declaration at a dotted path. Raises FaultError if there is none, or it is not one of that name."""
+    key = registration_key(name)
+    module, _, attribute = path.rpartition(".")
+    if not module:
+        raise FaultError([Fault(key, path, "is not the path of a class in a module", _GIVE_PATH)])
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except (Exception, SystemExit) as error:
+        rule = f"cannot be imported: {type(error).__name__}: {error}"
+        raise FaultError([Fault(key, path, rule, _GIVE_PATH)]) from error
+    if found is None:
+        raise FaultError([Fault(key, path, f"{module} has no {attribute}", "name a class that it has")])
+    return check(name, path, found)
+
+
+def check(name: str, path: str, found: object) -> type[AttentionBackend]:
+    """`found` itself. Raises FaultError unless it is a declaration with variants, of that name, that can be called as
+    the selection calls it.
+    """
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        remedy = "derive it from backends.interface.AttentionBackend"
+        raise FaultError([Fault(registration_key(name), path, "is not an AttentionBackend class", remedy)])
+    fault = _variant_fault(name, path, found) or _method_fault(name, path, found)
+    if fault is not None:
+        raise FaultError([fault])
+    return found
+
+
+def _variant_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault | None:
+    key = registration_key(name)
+    variants = getattr(found, "variants", ())
+    if not variants:
+        return Fault(key, path, "declares no variants", "give it `variants`, one for each kernel")
+    if not isinstance(variants, tuple) or not all(isinstance(variant, Variant) for variant in variants):
+        return Fault(key, path, "its variants are not a tuple of Variant", "write variants = (Variant(...),)")
+    for variant in variants:
+        for field in _TUPLES:
+            if not isinstance(getattr(variant, field), tuple):
+                rule = f"{field} of its variant {variant.name} is {getattr(variant, field)!r}, not a tuple"
+                return Fault(key, path, rule, f"write {field}=(...,)")
+    return None
+
+
+def _method_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault | None:
+    key = registration_key(name)
+    for method, count in _CALLS.items():
+        problem = _call_problem(getattr(found, method, None), count)
+        if problem is not None:
+            return Fault(key, path, f"its {method} {problem}", "define it as AttentionBackend does")
+    try:
+        own: object = found.get_name()
+    except (Exception, SystemExit) as error:  # whatever a stranger's code raises
+        rule = f"its get_name() raises {type(error).__name__}: {error}"
+        raise FaultError([Fault(key, path, rule, "return the name from it")]) from error
+    if own is None:
+        return Fault(key, path, "has no get_name() of its own", f"let it return {name!r}")
+    if own != name:
+        rule = f"its get_name() is {own}, and a backend has one name everywhere"
+        return Fault(key, path, rule, f"register it as {registration_key(str(own))}")
+    return None
+
+
+def _call_problem(method: object, count: int) -> str | None:
+    if not callable(method):
+        return "is not a method"
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError) as error:
+        return f"has no signature ({error})"
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return f"takes {signature}, and is called with {count} arguments"
+    return None
