@@ -164,6 +164,7 @@ def select_roles(
 
 
 def raise_if_any(faults: Iterable[Fault]) -> None:
-    found = tuple(faults)
+    """Raises FaultError with each fault once, however many requests have it."""
+    found = tuple(dict.fromkeys(faults))
     if found:
         raise FaultError(found)
