@@ -63,6 +63,8 @@ class Running:
             cwd=CHECKOUT,
             env=environment(),
             start_new_session=True,
+            # A shell's background jobs ignore SIGINT, and so would their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_for_step(self, rank: int, timeout: float = 90) -> None:

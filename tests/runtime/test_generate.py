@@ -18,7 +18,7 @@ from tests.runtime.command import events, raylysses, selection, summary
 
 pytestmark = pytest.mark.ray
 
-TOKENS, HEADS, HEAD_SIZE, LAYERS, TEXT = 175, 4, 64, 4, 512
+TOKENS, HEADS, HEAD_SIZE, LAYERS, TEXT = 175, 4, 64, 6, 512
 STEPS = 3
 FORWARDS = 2 * STEPS  # with guidance
 ODD_SIZE = ("generate.frames=17", "generate.height=112", "generate.width=80", f"generate.steps={STEPS}")
@@ -73,7 +73,7 @@ def test_each_rank_holds_its_rows_and_computes_its_heads(runs: dict[int, Path], 
 def test_collectives_are_those_of_the_plan(runs: dict[int, Path], world_size: int) -> None:
     (request,) = summary(runs[world_size])["requests"]
     share = HEADS // world_size
-    width = 4 * 8  # what the model's last projection gives for one token: a patch of 4 latents of 8 channels
+    width = 4 * 16  # what the model's last projection gives for one token: a patch of 4 latents of 16 channels
     for rank, rows in enumerate(split(TOKENS, world_size)):
         mine = len(rows)
         calls = LAYERS * FORWARDS
