@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import sys
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType, ModuleType
 
-from backends.interface import AttentionBackend, Variant
+from backends.interface import AttentionBackend, Capabilities, Variant
 from configs.faults import Fault, FaultError
+from configs.schema import BLOCKS
 
 _GIVE_PATH = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
-_CALLS = {"get_name": 0, "validate": 2, "validate_configuration": 2, "get_impl_cls": 1}
-"""With how many arguments the selection calls each method."""
-_TUPLES = ("platforms", "distributions", "head_sizes_above", "dtypes", "masks")
+_CALLS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
+    {
+        "get_name": (0, ()),
+        "validate": (2, ("version", "blocks", "probe")),
+        "validate_configuration": (2, ()),
+        "option_faults": (3, ()),
+        "exactness_of": (2, ()),
+        "get_impl_cls": (1, ()),
+    }
+)
+"""With how many arguments, and which named ones, the selection calls each method."""
+_TUPLES = ("chips", "distributions", "at_least", "run_on")
+_loaded: dict[tuple[str, str], tuple[ModuleType, type[AttentionBackend]]] = {}
 
 
 def registration_key(name: str) -> str:
@@ -23,6 +38,10 @@ def load(name: str, path: str) -> type[AttentionBackend]:
     """The declaration at a dotted path. Raises FaultError if there is none, or it is not one of that name."""
     key = registration_key(name)
     module, _, attribute = path.rpartition(".")
+    if (name, path) in _loaded:
+        home, declared = _loaded[name, path]
+        if sys.modules.get(module) is home and home.__dict__.get(attribute) is declared:
+            return declared  # type: ignore[no-any-return]  # checked before, and its module still has it
     if not module:
         raise FaultError([Fault(key, path, "is not the path of a class in a module", _GIVE_PATH)])
     try:
@@ -32,7 +51,9 @@ def load(name: str, path: str) -> type[AttentionBackend]:
         raise FaultError([Fault(key, path, rule, _GIVE_PATH)]) from error
     if found is None:
         raise FaultError([Fault(key, path, f"{module} has no {attribute}", "name a class that it has")])
-    return check(name, path, found)
+    checked = check(name, path, found)
+    _loaded[name, path] = (sys.modules[module], checked)
+    return checked
 
 
 def check(name: str, path: str, found: object) -> type[AttentionBackend]:
@@ -42,7 +63,7 @@ def check(name: str, path: str, found: object) -> type[AttentionBackend]:
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         remedy = "derive it from backends.interface.AttentionBackend"
         raise FaultError([Fault(registration_key(name), path, "is not an AttentionBackend class", remedy)])
-    fault = _variant_fault(name, path, found) or _method_fault(name, path, found)
+    fault = _variant_fault(name, path, found) or _block_fault(name, path, found) or _method_fault(name, path, found)
     if fault is not None:
         raise FaultError([fault])
     return found
@@ -60,13 +81,28 @@ def _variant_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault
             if not isinstance(getattr(variant, field), tuple):
                 rule = f"{field} of its variant {variant.name} is {getattr(variant, field)!r}, not a tuple"
                 return Fault(key, path, rule, f"write {field}=(...,)")
+        if not isinstance(variant.takes, Capabilities):
+            rule = f"what its variant {variant.name} takes is {variant.takes!r}, not Capabilities"
+            return Fault(key, path, rule, "write takes=Capabilities(...)")
+    return None
+
+
+def _block_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault | None:
+    key = registration_key(name)
+    for block, schema in dict(found.blocks).items():
+        if block not in BLOCKS:
+            rule = f"its option block {block} has none of the names {', '.join(BLOCKS)}"
+            return Fault(key, path, rule, "call it options", BLOCKS)
+        if not dataclasses.is_dataclass(schema) or not all("check" in f.metadata for f in dataclasses.fields(schema)):
+            rule = f"its option block {block} is not a dataclass whose fields are made with `option(check)`"
+            return Fault(key, path, rule, "make it one, see backends.options")
     return None
 
 
 def _method_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault | None:
     key = registration_key(name)
-    for method, count in _CALLS.items():
-        problem = _call_problem(getattr(found, method, None), count)
+    for method, (count, names) in _CALLS.items():
+        problem = _call_problem(getattr(found, method, None), count, names)
         if problem is not None:
             return Fault(key, path, f"its {method} {problem}", "define it as AttentionBackend does")
     try:
@@ -82,7 +118,7 @@ def _method_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault 
     return None
 
 
-def _call_problem(method: object, count: int) -> str | None:
+def _call_problem(method: object, count: int, names: tuple[str, ...]) -> str | None:
     if not callable(method):
         return "is not a method"
     try:
@@ -90,7 +126,8 @@ def _call_problem(method: object, count: int) -> str | None:
     except (TypeError, ValueError) as error:
         return f"has no signature ({error})"
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(count), **dict.fromkeys(names))
     except TypeError:
-        return f"takes {signature}, and is called with {count} arguments"
+        with_names = f" and {', '.join(names)}" if names else ""
+        return f"takes {signature}, and is called with {count} arguments{with_names}"
     return None

@@ -1,132 +1,139 @@
-"""What a backend declares, what a call requires, and the predicates that compare the two. No torch here.
-
-The same predicates serve explicit choice, automatic choice and `explain`, so they cannot disagree.
-"""
+"""What a backend is: its declaration, and the kernels behind it. No torch here but in type hints."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from backends.options import Blocks
 from backends.platforms.facts import DeviceFacts
+from backends.requirements import NO_FEATURES, Features, Kind, MaskKind, Requirements
+from backends.variant import Capabilities, Exactness, HeadSizes, Variant, chip_fault
 from configs.faults import Fault
 
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["self", "cross", "joint"]
-Exactness = Literal["exact", "lossy-quantised", "lossy-sparse"]
-USE_ANOTHER = "use TORCH_SDPA, or leave it on auto"
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionMetadata",
+    "Capabilities",
+    "Features",
+    "HeadSizes",
+    "Kind",
+    "PackedLengths",
+    "Requirements",
+    "Validation",
+    "Variant",
+]
 
 
 @dataclass(frozen=True)
-class Requirements:
-    """What one attention call asks of a backend, on the shapes that the backend will see (after the exchange).
+class PackedLengths:
+    """Documents that share one batch row, by their numbers of rows in order; query i of one meets its own keys only.
 
-    head_size: of Q, K and V. num_heads, num_kv_heads: per rank. dtype: `float32`, `bfloat16`, `float16`, `float64`.
-    mask: `boolean` for a call that carries a mask (see `AttentionMetadata`).
+    Plain numbers, so that nobody has to ask the device for them.
     """
 
-    head_size: int
-    num_heads: int
-    num_kv_heads: int
-    dtype: str
-    kind: Kind
-    causal: bool = False
-    mask: Literal["none", "boolean"] = "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    query: tuple[int, ...]
+    key: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What a call carries beside Q, K and V; immutable.
+    """What a call carries beside Q, K and V, on the full sequence and all heads; immutable.
 
-    mask: a boolean tensor [B or 1, 1, Sq or 1, Sk] on the full sequence, True where a query may look at a key.
+    mask: boolean [B or 1, 1 or H, Sq or 1, Sk], True where a query may look at a key. window: how many keys before
+    and after its own position a query may look at, None for all. soft_cap: scores x become cap * tanh(x / cap).
+    sinks: [H], a logit for each head that takes part in the softmax and has no value. packed: documents in a row.
     """
 
     mask: torch.Tensor | None = None
+    window: tuple[int | None, int | None] | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    packed: PackedLengths | None = None
+
+    @property
+    def features(self) -> Features:
+        return Features(
+            mask=self._mask_kind,
+            window=self.window is not None,
+            soft_cap=self.soft_cap is not None,
+            sinks=self.sinks is not None,
+            packed=self.packed is not None,
+        )
+
+    @property
+    def _mask_kind(self) -> MaskKind:
+        if self.mask is None:
+            return "none"
+        if self.mask.shape[1] > 1:
+            return "per_head"
+        return "full" if self.mask.shape[2] > 1 else "key_padding"
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One implementation behind a backend's name: its kernel class, its package and the calls that it takes.
+class CallShape:
+    """The shapes of one call as the kernel gets them: what a plan may depend on. Lengths in rows, per batch row."""
 
-    kernels: the dotted path of its `AttentionImpl`. distributions: names as `pip` knows them, any one of which is
-    enough; empty when torch is all it needs. install: the line that installs it. capabilities: CUDA compute
-    capabilities (major, minor; a minor of None stands for all), None for any. head_size_step: head sizes are
-    multiples of it.
+    batch: int
+    query_length: int
+    key_length: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    features: Features = NO_FEATURES
+    packed: PackedLengths | None = None
+
+
+class AttentionImpl(ABC):
+    """One layer's kernel on one device. Constructed on a rank, never in the driver.
+
+    Three phases, after `load` has imported what it needs: `prepare` once, on the device; `plan` once for each shape;
+    `forward` for each call. Tensors are [B, S, H, D]: query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv];
+    the result is [B, Sq, H, Dv] in the query's dtype. Query head i reads KV head i // (H / Hkv). Rows that may look at
+    nothing return zeros.
     """
 
-    name: str
-    kernels: str
-    platforms: tuple[str, ...] = ("cpu", "cuda")
-    capabilities: tuple[tuple[int, int | None], ...] | None = None
-    distributions: tuple[str, ...] = ()
-    install: str = ""
-    head_size_step: int = 1
-    head_size_limit: int | None = None
-    head_sizes_above: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
-    masks: tuple[str, ...] = ("none", "boolean")
-
-    def faults(self, required: Requirements, device: DeviceFacts) -> tuple[Fault, ...]:
-        """Every reason why this variant cannot serve the call on the device; empty if it can."""
-        chip = self.chip_fault(device)
-        if chip is not None:
-            return (chip,)
-        return (*self._package_faults(device), *self._call_faults(required))
-
-    def chip_fault(self, device: DeviceFacts) -> Fault | None:
-        """The fault of a device that the kernels are not built for."""
-        if device.platform not in self.platforms:
-            rule = f"it runs on {' and '.join(self.platforms)} devices only, and this is {device.label}"
-            return Fault("device", device.label, rule, USE_ANOTHER, self.platforms)
-        if self.capabilities is not None and not self._built_for(device.capability):
-            chips = tuple(f"{major}.{'x' if minor is None else minor}" for major, minor in self.capabilities)
-            rule = f"it runs on compute capability {', '.join(chips)}, and this is {device.label}"
-            return Fault("device", device.label, rule, USE_ANOTHER, chips)
-        return None
-
-    def _package_faults(self, device: DeviceFacts) -> list[Fault]:
-        if not self.distributions or any(device.has(name) for name in self.distributions):
-            return []
-        rule = f"the package {' or '.join(self.distributions)} is not installed ({self.install})"
-        return [Fault("packages", None, rule, f"install it, {USE_ANOTHER}", self.distributions)]
-
-    def _built_for(self, capability: tuple[int, int] | None) -> bool:
-        listed = self.capabilities or ()
-        return capability is not None and any(
-            major == capability[0] and minor in (None, capability[1]) for major, minor in listed
-        )
-
-    def _call_faults(self, required: Requirements) -> list[Fault]:
-        found = []
-        if not self._takes_head_size(required.head_size):
-            rule = f"head size {required.head_size} is not supported; it takes {self.head_size_rule}"
-            found.append(Fault("head_size", required.head_size, rule, USE_ANOTHER))
-        if required.dtype not in self.dtypes:
-            rule = f"dtype {required.dtype} is not supported; it takes {', '.join(self.dtypes)}"
-            found.append(Fault("dtype", required.dtype, rule, f"set run.dtype, {USE_ANOTHER}", self.dtypes))
-        if required.mask not in self.masks:
-            found.append(Fault("mask", required.mask, f"a {required.mask} mask is not supported", USE_ANOTHER))
-        return found
-
-    def _takes_head_size(self, size: int) -> bool:
-        limit = self.head_size_limit
-        in_range = size % self.head_size_step == 0 and (limit is None or size <= limit)
-        return in_range or size in self.head_sizes_above
+    def __init__(self, *, softmax_scale: float, causal: bool, options: Blocks = ()) -> None:
+        self.softmax_scale = softmax_scale
+        self.causal = causal
+        self.options: Mapping[str, Any] = dict(options)
 
     @property
-    def head_size_rule(self) -> str:
-        """`multiples of 8 up to 128, and 256`."""
-        step = "any size" if self.head_size_step == 1 else f"multiples of {self.head_size_step}"
-        limit = "" if self.head_size_limit is None else f" up to {self.head_size_limit}"
-        above = f", and {', '.join(map(str, self.head_sizes_above))}" if self.head_sizes_above else ""
-        return step + limit + above
+    @abstractmethod
+    def kernel(self) -> str:
+        """The dotted name of the callable that `forward` calls, for the report."""
+
+    @classmethod
+    def load(cls) -> None:
+        """Import the kernel's package. Raises what the import raises, if it is missing or broken."""
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate what every call uses."""
+
+    def plan(self, shape: CallShape) -> Any:
+        """What depends on the shapes alone; the layer keeps it and hands it to every `forward` of that shape."""
+        return None
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
+    ) -> torch.Tensor: ...
+
+
+Probe = Callable[["type[AttentionBackend]", Variant], Iterable[Fault]]
+"""Whether a variant's package can be imported here, which a declaration cannot know (`backends.probe`)."""
 
 
 @dataclass(frozen=True)
@@ -137,35 +144,18 @@ class Validation:
     faults: tuple[Fault, ...] = ()
 
 
-class AttentionImpl(ABC):
-    """One layer's kernel on one device. Constructed on a rank, never in the driver.
-
-    Tensors are [B, S, H, D]: query [B, Sq, H, D], key and value [B, Sk, Hkv, D]; the result is [B, Sq, H, D] in the
-    query's dtype. Query head i reads KV head i // (H / Hkv). Rows that may look at nothing return zeros.
-    """
-
-    def __init__(self, *, softmax_scale: float, causal: bool) -> None:
-        self.softmax_scale = softmax_scale
-        self.causal = causal
-
-    @property
-    @abstractmethod
-    def kernel(self) -> str:
-        """The dotted name of the callable that `forward` calls, for the report."""
-
-    @abstractmethod
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor: ...
-
-
 class AttentionBackend(ABC):
     """A named way to compute attention. Subclasses are torch-free declarations; their kernels live in modules of
     their own.
+
+    variants: in the order in which they are tried. blocks: the option blocks that it takes, name -> frozen dataclass
+    (`backends.options`). asks_permission: an automatic choice takes it only for layers that allow it, since only the
+    model knows whether its calls meet the kernel's contract.
     """
 
     variants: ClassVar[tuple[Variant, ...]]
-    exactness: ClassVar[Exactness] = "exact"
+    blocks: ClassVar[Mapping[str, type]] = {}
+    asks_permission: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -173,12 +163,29 @@ class AttentionBackend(ABC):
         """The registered name; it equals the enum name."""
 
     @classmethod
-    def validate(cls, required: Requirements, device: DeviceFacts) -> Validation:
-        """The first variant, in declared order, that serves the call; if none does, the faults of all of them."""
-        built = [variant for variant in cls.variants if variant.chip_fault(device) is None]
+    def validate(
+        cls,
+        required: Requirements,
+        device: DeviceFacts,
+        *,
+        version: int | None = None,
+        blocks: Blocks = (),
+        probe: Probe | None = None,
+    ) -> Validation:
+        """The first variant, in declared order, that serves the call with the options; if none does, the faults of
+        all of them. version: only variants of it. probe: asked last of one that would serve.
+        """
+        listed = [variant for variant in cls.variants if version in (None, variant.version)]
+        if not listed:
+            return Validation(None, (cls._version_fault(version),))
+        built = [variant for variant in listed if variant.chip_fault(device) is None]
+        if not built:
+            return Validation(None, (chip_fault(listed, device),))
         refused = []
-        for variant in built or cls.variants:  # another chip's variant has nothing to say where one fits the chip
-            faults = variant.faults(required, device)
+        for variant in built:  # another chip's variant has nothing to say
+            faults = (*variant.faults(required, device), *cls.option_faults(variant, required, blocks))
+            if not faults and probe is not None:
+                faults = tuple(probe(cls, variant))
             if not faults:
                 return Validation(variant)
             refused.append((variant, faults))
@@ -190,11 +197,29 @@ class AttentionBackend(ABC):
         return list(cls.validate(required, device).faults)
 
     @classmethod
+    def option_faults(cls, variant: Variant, required: Requirements, blocks: Blocks) -> Iterator[Fault]:
+        """Why a variant does not serve the call with these options; for rules that need all three."""
+        return iter(())
+
+    @classmethod
+    def exactness_of(cls, variant: Variant, blocks: Blocks) -> Exactness:
+        """What the options do to the result."""
+        return variant.exactness
+
+    @classmethod
     def get_impl_cls(cls, variant: Variant) -> type[AttentionImpl]:
         """The kernel class of a variant. Imports torch and the kernel's package."""
         module, _, name = variant.kernels.rpartition(".")
         impl: type[AttentionImpl] = getattr(importlib.import_module(module), name)
         return impl
+
+    @classmethod
+    def _version_fault(cls, version: int | None) -> Fault:
+        known = tuple(dict.fromkeys(str(variant.version) for variant in cls.variants if variant.version is not None))
+        if not known:
+            return Fault("version", version, f"{cls.get_name()} has no versions to choose from", "leave it out")
+        rule = f"{cls.get_name()} has no version {version}; it has {', '.join(known)}"
+        return Fault("version", version, rule, "use one of these, or leave it out", known)
 
 
 def _merge_variant_faults(refused: list[tuple[Variant, tuple[Fault, ...]]]) -> tuple[Fault, ...]:
@@ -208,37 +233,3 @@ def _merge_variant_faults(refused: list[tuple[Variant, tuple[Fault, ...]]]) -> t
             if named not in merged:
                 merged.append(named)
     return tuple(merged)
-
-
-Source = Literal["role", "parent", "category", "default", "platform"]
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A backend that was considered before the chosen one, and why it does not serve."""
-
-    backend: str
-    faults: tuple[Fault, ...]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which backend serves a role, who asked for it, and what was turned down on the way.
-
-    requested: the backend named by the configuration; None when the platform chose. source: which entry decided. key,
-    origin: the configuration key that decided and where it was set; empty when nothing was set.
-    """
-
-    role: str
-    kind: Kind
-    category: str
-    requirements: Requirements
-    requested: str | None
-    backend: str
-    variant: str
-    class_path: str
-    source: Source
-    key: str
-    origin: str
-    exactness: Exactness
-    rejected: tuple[Rejected, ...] = ()

@@ -43,12 +43,12 @@ class Registration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _registrations
         with _lock:
-            if self in _registrations:
-                _registrations.remove(self)
+            _registrations = tuple(other for other in _registrations if other is not self)
 
 
-_registrations: list[Registration] = []
+_registrations: tuple[Registration, ...] = ()  # another tuple after each change, by which a cache knows it
 _lock = threading.Lock()
 
 
@@ -91,10 +91,16 @@ def _check_name(name: str) -> None:
 
 
 def _register(name: str, path: str) -> Registration:
+    global _registrations
     registration = Registration(name, path)
     with _lock:
-        _registrations.append(registration)
+        _registrations = (*_registrations, registration)
     return registration
+
+
+def generation() -> tuple[Registration, ...]:
+    """Another object after each registration and each end of one."""
+    return _registrations
 
 
 def registered() -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from backends.declarations import load
 from backends.interface import AttentionBackend
-from backends.registrations import registered
+from backends.registrations import generation, registered
 from configs.faults import Fault, FaultError, unknown_name_remedy
 
 
@@ -19,6 +19,8 @@ class DiffusionAttentionBackendEnum(enum.Enum):
     TORCH_SDPA = "backends.declared.torch_sdpa.TorchSdpaBackend"
     CUDNN_ATTN = "backends.declared.cudnn_attn.CudnnAttnBackend"
     FLASH_ATTN = "backends.declared.flash_attn.FlashAttnBackend"
+    FLASHINFER_ATTN = "backends.declared.flashinfer_attn.FlashinferAttnBackend"
+    TRTLLM_ATTN = "backends.declared.trtllm_attn.TrtllmAttnBackend"
 
 
 _BUILT_IN = {member.name: member.value for member in DiffusionAttentionBackendEnum}
@@ -42,6 +44,11 @@ class Registry:
         registry._fixed = dict(paths)
         return registry
 
+    @classmethod
+    def built_in(cls) -> Registry:
+        """A registry of the backends that come with Raylysses, and no others."""
+        return cls.exactly(_BUILT_IN)
+
     def paths(self) -> dict[str, str]:
         """Name -> class path, the built-in ones first."""
         if self._fixed is not None:
@@ -52,8 +59,22 @@ class Registry:
         """Name -> class path of all that is not built in, or no longer."""
         return {name: path for name, path in self.paths().items() if _BUILT_IN.get(name) != path}
 
+    @property
+    def generation(self) -> object:
+        """Another object whenever this registry's answers may have changed."""
+        return self if self._fixed is not None else generation()
+
     def names(self) -> tuple[str, ...]:
         return tuple(self.paths())
+
+    def owners(self, block: str) -> tuple[str, ...]:
+        """The backends that take an option block. One that cannot be loaded takes none."""
+        found = []
+        for name in self.names():
+            with contextlib.suppress(FaultError):
+                if block in self.get_class(name).blocks:
+                    found.append(name)
+        return tuple(found)
 
     def class_path(self, name: str, key: str = "backend", origin: str = "") -> str:
         """The class path of a name. Raises FaultError, about `key`, if there is none."""
@@ -72,11 +93,12 @@ class Registry:
         return load(name, self.class_path(name, key, origin))
 
     def distributions(self) -> tuple[str, ...]:
-        """Every package that some variant of some backend asks for. A backend that cannot be loaded asks for none: it
-        is refused when it is chosen.
+        """Every package that some variant of some backend asks for, or whose version it minds. A backend that cannot
+        be loaded asks for none: it is refused when it is chosen.
         """
         found: list[str] = []
         for name in self.names():
             with contextlib.suppress(FaultError):
-                found += [dist for variant in self.get_class(name).variants for dist in variant.distributions]
+                for variant in self.get_class(name).variants:
+                    found += [*variant.distributions, *(distribution for distribution, _ in variant.at_least)]
         return tuple(dict.fromkeys(found))

@@ -1,7 +1,8 @@
 """One run's configuration out of its layers, or everything that is wrong with them, at once.
 
 Layers, each of which replaces the ones before it, key by key: the dataclasses' defaults, a packaged preset, the user's
-YAML file, the command line. The environment's one variable sets `attention.default` only if none of these does.
+YAML file, the command line. A backend that a layer sets takes away the options that lower layers gave that choice. The
+environment's one variable sets `attention.default` only if none of these does.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from configs.checks import Refusal
 from configs.faults import Fault, unknown_name_remedy
-from configs.fields import DEFAULT, PER_ROLE, REGISTER, Refusal, check_value, known_keys
-from configs.interpolate import Unresolved, resolve
-from configs.layers import PRESET_KEY, Layer, Setting, refusal_fault, render
-from configs.overrides import escape_interpolations
-from configs.schema import (
-    AUTO,
-    AttentionConfig,
-    AttentionSpec,
-    ClusterConfig,
-    GenerateConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    RunSettings,
+from configs.fields import (
+    AGREEMENT,
+    DEFAULT,
+    PER_ROLE,
+    REGISTER,
+    check_value,
+    is_block,
+    is_choice,
+    known_keys,
+    owners,
+    split_spec,
 )
+from configs.interpolate import Unresolved, resolve
+from configs.layers import PRESET_KEY, Layer, Setting, refusal_fault, render, same
+from configs.mapping import SECTIONS, plain, to_mapping
+from configs.schema import AttentionConfig, RunConfig
 from configs.sources import (
     DEFAULT_PRESET,
     command_line_layer,
@@ -37,18 +40,10 @@ from configs.sources import (
     preset_layer,
     presets,
 )
+from configs.specs import assemble
 
 __all__ = ["compose", "known_keys", "presets", "to_mapping"]
 
-_SECTIONS: Mapping[str, Any] = MappingProxyType(
-    {
-        "model": ModelConfig,
-        "generate": GenerateConfig,
-        "parallel": ParallelConfig,
-        "cluster": ClusterConfig,
-        "run": RunSettings,
-    }
-)
 PROMPT = "generate.prompt"
 
 
@@ -86,29 +81,6 @@ def compose(
     return _build(values, merged), ()
 
 
-def to_mapping(config: RunConfig) -> dict[str, Any]:
-    """The whole configuration as plain data; as YAML it is a `file` for `compose` that gives an equal `RunConfig`.
-
-    Write it with PyYAML's `allow_unicode` off: when on, PyYAML writes U+0085 so that it comes back as a space.
-
-    `attention.register` is left out, as a file must not name code to import: a configuration that has it comes back
-    equal only with the same `attention.register.NAME=CLASS` arguments.
-    """
-    mapping: dict[str, Any] = {
-        section: {
-            field.name: _plain(f"{section}.{field.name}", getattr(getattr(config, section), field.name))
-            for field in dataclasses.fields(schema)
-        }
-        for section, schema in _SECTIONS.items()
-    }
-    attention = config.attention
-    mapping["attention"] = {
-        "default": _plain(DEFAULT, attention.default),
-        "per_role": {role: _plain(PER_ROLE, spec) for role, spec in attention.per_role.items()} or None,
-    }
-    return mapping
-
-
 def _preset_name(layers: Sequence[Layer], environ: Mapping[str, str] | None) -> tuple[str, list[Fault]]:
     """The preset that the highest layer names; with a fault, the default one, so that the rest can be checked."""
     setting = next((layer.settings[PRESET_KEY] for layer in layers if PRESET_KEY in layer.settings), None)
@@ -127,26 +99,32 @@ def _preset_name(layers: Sequence[Layer], environ: Mapping[str, str] | None) -> 
 
 def _apply(layer: Layer, merged: dict[str, Setting], preset: Layer) -> Iterator[Fault]:
     """Puts a layer on top of `merged`, in place; what its removals do not find is a fault."""
-    if PER_ROLE in layer.settings:
-        for key in [key for key in merged if key.startswith(f"{PER_ROLE}.")]:
+    below = dict(merged)
+    for key in below:
+        if any(owner in layer.settings for owner in owners(key)):
             del merged[key]
     for key, setting in layer.settings.items():
-        if key in (PER_ROLE, PRESET_KEY):
-            continue
-        if not setting.removes:
+        if setting.removes and key not in (PER_ROLE, PRESET_KEY):
+            yield from _removal_faults(setting, below)
+            merged.pop(key, None)
+            if key in preset.settings:
+                merged[key] = preset.settings[key]
+        elif key not in (PER_ROLE, PRESET_KEY) and not is_block(key):
             merged[key] = setting
-            continue
-        lower = merged.pop(key, None)
-        value = lower.value if lower else _DEFAULTS.get(key)
-        if lower is None and key not in known_keys():
-            entries = ", ".join(f"~{name}" for name in merged if name not in known_keys())
-            remedy = f"leave it out, or use {entries}" if entries else "leave it out"
-            yield Fault(f"~{key}", None, "no entry to remove", remedy, origin=setting.origin)
-        elif setting.source is not None and value != setting.value:
-            rule = f"does not match the value to remove, {lower.source if lower else render(_plain(key, value))}"
-            yield Fault(f"~{key}", setting.source, rule, f"write ~{key}, without a value", origin=setting.origin)
-        if key in preset.settings:
-            merged[key] = preset.settings[key]
+
+
+def _removal_faults(setting: Setting, below: Mapping[str, Setting]) -> Iterator[Fault]:
+    """What is wrong with `~key` over the settings `below` it."""
+    key = setting.key
+    lower = below.get(key)
+    value = lower.value if lower else _DEFAULTS.get(key)
+    if lower is None and key not in known_keys() and not any(key in owners(name) for name in below):
+        entries = ", ".join(f"~{name}" for name in below if name not in known_keys())
+        remedy = f"leave it out, or use {entries}" if entries else "leave it out"
+        yield Fault(f"~{key}", None, "no entry to remove", remedy, origin=setting.origin)
+    elif setting.source is not None and not same(value, setting.value):
+        rule = f"does not match the value to remove, {lower.source if lower else render(plain(key, value))}"
+        yield Fault(f"~{key}", setting.source, rule, f"write ~{key}, without a value", origin=setting.origin)
 
 
 def _resolved(merged: Mapping[str, Setting], environ: Mapping[str, str] | None) -> tuple[dict[str, Any], list[Fault]]:
@@ -155,31 +133,37 @@ def _resolved(merged: Mapping[str, Setting], environ: Mapping[str, str] | None) 
     pending = {key: setting for key, setting in merged.items() if setting.pending}
     if not pending:
         return values, []
-    plain = {key: _plain(key, value) for key, value in {**_DEFAULTS, **values}.items()}
-    plain |= {key: setting.value for key, setting in pending.items()}
-    resolved = resolve({_node(key): value for key, value in plain.items()}, [_node(key) for key in pending], environ)
+    tree = {_node(key): plain(key, value) for key, value in {**_DEFAULTS, **values}.items()}
+    tree |= {_node(key): setting.value for key, setting in pending.items()}
+    resolved = resolve(tree, [_node(key) for key in pending], environ)
     faults: list[Fault] = []
     for key, setting in pending.items():
         value = resolved[_node(key)]
         if isinstance(value, Unresolved):
             faults.append(_unresolved_fault(setting, value))
             continue
+        if _is_backend(key) and isinstance(value, dict) and "backend" in value:
+            value = value["backend"]  # it points at a whole choice
         checked = check_value(key, value, render(value))
         if isinstance(checked, Refusal):
             remedy = checked.remedy
-            if isinstance(value, str) and key in _NUMBERS:
+            if isinstance(value, str) and (key in _NUMBERS or (is_choice(key) and key.endswith(".version"))):
                 remedy = "wrap it as ${oc.decode:...}, which reads text as a number"
             refusal = Refusal(f"{checked.rule}, and resolves to {value!r}", remedy, checked.allowed)
             faults.append(refusal_fault(setting, refusal))
         else:
             values[key] = checked
-    return values, faults
+    return {key: values[key] for key in merged if key in values}, faults
 
 
 def _node(key: str) -> tuple[str, ...]:
-    """Where a key stands in the tree of interpolations; a role is a mapping there, as other roles may be below it."""
+    """Where a key stands in the tree of interpolations; a choice is a mapping there, as options and roles are below."""
     path = tuple(key.split("."))
-    return (*path, "backend") if key == DEFAULT or key.startswith(f"{PER_ROLE}.") else path
+    return (*path, "backend") if _is_backend(key) else path
+
+
+def _is_backend(key: str) -> bool:
+    return is_choice(key) and not split_spec(key.split("."))[1]
 
 
 def _unresolved_fault(setting: Setting, unresolved: Unresolved) -> Fault:
@@ -203,16 +187,18 @@ def _missing(values: Mapping[str, Any], faults: Sequence[Fault], preset_name: st
 
 
 def _build(values: Mapping[str, Any], merged: Mapping[str, Setting]) -> RunConfig:
-    sections = {section: schema(**dict(_below(values, section))) for section, schema in _SECTIONS.items()}
+    sections = {section: schema(**dict(_below(values, section))) for section, schema in SECTIONS.items()}
+    specs = assemble({key: value for key, value in values.items() if is_choice(key)})
     attention = AttentionConfig(
-        default=values.get(DEFAULT),
-        per_role=dict(_below(values, PER_ROLE)),
+        default=specs.pop(DEFAULT, None),
+        per_role=dict(_below(specs, PER_ROLE)),
         register=dict(_below(values, REGISTER)),
         origins={
             key: merged[key].origin
             for key, value in values.items()
-            if isinstance(value, AttentionSpec) and (key == DEFAULT or key.startswith(f"{PER_ROLE}."))
+            if value is not None and (is_choice(key) or key == AGREEMENT)
         },
+        agreement=values.get(AGREEMENT, _DEFAULTS[AGREEMENT]),
     )
     return RunConfig(attention=attention, **sections)
 
@@ -221,28 +207,17 @@ def _below(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     return ((key.removeprefix(f"{prefix}."), value) for key, value in values.items() if key.startswith(f"{prefix}."))
 
 
-def _plain(key: str, value: Any) -> Any:
-    """A stored value as YAML would give it."""
-    if value is None and key == "parallel.world_size":
-        return AUTO
-    if isinstance(value, AttentionSpec):
-        value = value.backend
-    if isinstance(value, str):
-        return escape_interpolations(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         f"{section}.{field.name}": field.default
-        for section, schema in {**_SECTIONS, "attention": AttentionConfig}.items()
+        for section, schema in {**SECTIONS, "attention": AttentionConfig}.items()
         for field in dataclasses.fields(schema)
         if field.default is not dataclasses.MISSING
     }
 )
 _NUMBERS = frozenset(
     f"{section}.{field.name}"
-    for section, schema in _SECTIONS.items()
+    for section, schema in SECTIONS.items()
     for field in dataclasses.fields(schema)
     if "int" in str(field.type) or "float" in str(field.type)
 )

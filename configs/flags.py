@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.faults import Fault
-from configs.fields import DEFAULT
-from configs.layers import Setting, Written, flatten
+from configs.fields import DEFAULT, RESERVED
+from configs.layers import Setting, Written
 from configs.overrides import ORIGIN
+from configs.trees import flatten
 from configs.values import MAX_DEPTH, Sweep, ValueSyntaxError, parse_value
 
 BACKEND = "--attention-backend"
@@ -81,7 +82,7 @@ def settings_of(flags: Sequence[Flag], others: Sequence[Setting | Fault]) -> Ite
     spellings = [item for flag, item in found if flag.name != BACKEND] + list(others)
     written = [item.text for item in spellings if isinstance(item, Setting) and item.key == DEFAULT]
     for shorthand in (flag for flag in flags if flag.name == BACKEND and written):
-        rule = f"is short for {DEFAULT}, which is given as {' and '.join(written)}, too"
+        rule = f"is short for {DEFAULT}, and mutually exclusive with {' and '.join(written)}"
         yield Fault(BACKEND, shorthand.value, rule, "keep one of the two", origin=ORIGIN)
 
 
@@ -110,7 +111,7 @@ def _path_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
     if isinstance(value, Sweep):
         yield Fault(flag.option, text, "is a sweep; one run takes one value", "give one value", origin=ORIGIN)
         return
-    yield from _flatten(flag, ("default",) if flag.path in ((), ("backend",)) else flag.path, value)
+    yield from _flatten(flag, flag.path or ("backend",), value)
 
 
 def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
@@ -130,7 +131,7 @@ def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
         )
         return
     for name, item in value.items():
-        path = ("default",) if name == "backend" else tuple(name.split("."))
+        path = tuple(name.split("."))
         if all(map(_NAME.fullmatch, path)):
             yield from _flatten(flag, path, item)
         else:
@@ -147,4 +148,6 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flatten(flag: Flag, path: tuple[str, ...], value: Any) -> Iterator[Setting | Fault]:
-    yield from flatten(("attention", *path), value, value, Written(ORIGIN, flag.text, trusts_code=True))
+    """path: below `attention`, but for the keys of a choice, which are those of the default."""
+    full = ("attention", *(("default",) if path[0] in RESERVED else ()), *path)
+    yield from flatten(full, value, value, Written(ORIGIN, flag.text, trusts_code=True))

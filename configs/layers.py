@@ -1,17 +1,19 @@
-"""One layer of settings: from a tree, as a file or an argument gives it, to dotted keys with checked values."""
+"""One layer of settings: dotted keys with checked values, and how one is made of what a tree holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from configs.checks import Refusal
 from configs.faults import Fault
-from configs.fields import DEFAULT, GROUPS, PER_ROLE, REGISTER, Refusal, check_value, known_keys, unknown_key_remedy
+from configs.fields import check_value
 from configs.interpolate import is_interpolated
 from configs.values import reads_as_text
 
 PRESET_KEY = "model"
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Setting:
     """One value for one key.
 
     key: canonical: `attention.per_role.cross` also for `attention.per_role.cross.backend`. `model` is the preset's
-        name, and `attention.per_role` itself stands for "no roles of a lower layer".
+        name; `attention.per_role` itself, or an option block, stands for "nothing below it of a lower layer".
     value: what `check_value` made of it; if `pending`, as written, with interpolations to resolve first.
     source: the value as written.
     text: the whole setting as written, to tell two of them apart.
@@ -45,11 +47,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Written:
-    """Where a tree comes from. text: the argument, empty for a file; trusts_code: whether it may name classes."""
+    """Where a tree comes from.
+
+    text: the argument, empty for a file.
+    trusts_code: whether it may name classes.
+    literal: whether `${...}` in it is plain text.
+    """
 
     origin: str
     text: str = ""
     trusts_code: bool = False
+    literal: bool = False
+
+
+Reader = Callable[[Path, Any, Any, Written], Iterator[Setting | Fault]]
+"""(path, value, raw, written): the settings in the tree `value` at `path`; `raw` has its scalars as written."""
 
 
 def gather(found: Iterable[Setting | Fault]) -> Layer:
@@ -61,48 +73,10 @@ def gather(found: Iterable[Setting | Fault]) -> Layer:
             faults.append(item)
             continue
         first = settings.setdefault(item.key, item)
-        if (first.removes, first.value) != (item.removes, item.value):
+        if first.removes != item.removes or not same(first.value, item.value):
             rule = f"is given twice, as {first.text} and as {item.text}"
             faults.append(Fault(item.key, None, rule, "keep one of the two", origin=item.origin))
     return Layer(settings, tuple(dict.fromkeys(faults)))
-
-
-def flatten(path: tuple[str, ...], value: Any, raw: Any, written: Written) -> Iterator[Setting | Fault]:
-    """The settings in the tree `value`, which stands at `path`; `raw` is the same tree with scalars as written."""
-    key = ".".join(path)
-    if path[:2] == ("attention", "per_role"):
-        yield from _roles(path, value, raw, written)
-    elif path[:2] == ("attention", "register"):
-        yield from _registrations(path, value, raw, written)
-    elif key in (DEFAULT, f"{DEFAULT}.backend"):
-        if key == DEFAULT and isinstance(value, dict) and value:
-            yield from _children(path, value, raw, written)
-        else:
-            yield _setting(DEFAULT, value, raw, written)
-    elif key == PRESET_KEY and value is not None and not isinstance(value, dict):
-        yield _preset_name(value, raw, written)
-    elif key in GROUPS or not path:
-        if isinstance(value, dict):
-            yield from _children(path, value, raw, written)
-        elif value is not None:
-            members = ", ".join(known for known in known_keys() if known.startswith(f"{key}."))
-            yield _fault(key, value, raw, written, "is a group of keys, not a value", f"set one of {members}")
-    elif key in known_keys():
-        yield _setting(key, value, raw, written)
-    elif isinstance(value, dict) and value:
-        yield from _children(path, value, raw, written)
-    else:
-        yield _fault(key, value, raw, written, "no such key", unknown_key_remedy(key))
-
-
-def canonical_key(path: tuple[str, ...]) -> str | None:
-    """The key of the one setting that `path` spells, or None if there is no such key."""
-    key = ".".join(path)
-    if (path[:2] == ("attention", "per_role") and len(path) > 3) or key == f"{DEFAULT}.backend":
-        return key.removesuffix(".backend")
-    if path[:2] in (("attention", "per_role"), ("attention", "register")):
-        return key
-    return key if key in (*known_keys(), PRESET_KEY) else None
 
 
 def render(value: Any) -> str:
@@ -125,72 +99,28 @@ def refusal_fault(setting: Setting, refusal: Refusal) -> Fault:
     return Fault(setting.key, setting.source, refusal.rule, refusal.remedy, refusal.allowed, setting.origin)
 
 
-def _children(path: tuple[str, ...], value: dict[Any, Any], raw: Any, written: Written) -> Iterator[Setting | Fault]:
-    """A mapping's entries; a dotted key in it (`cross.image: X`) is a path."""
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are one; unlike `==` it tells 1 from True and from 1.0, and takes NaN for NaN."""
+    return repr(first) == repr(second)
+
+
+def children(path: Path, value: dict[Any, Any], raw: Any, written: Written, read: Reader) -> Iterator[Setting | Fault]:
+    """What `read` finds in a mapping's entries; a dotted key in it (`cross.image: X`) is a path."""
     for name, item in value.items():
         if not isinstance(name, str) or not all(name.split(".")):
             rule = f"has the key {render(name)}, which is not text, or not names joined by dots"
-            yield Fault(
-                ".".join(path) or written.origin, None, rule, "put it in quotes, or rename it", origin=written.origin
-            )
+            key = ".".join(path) or written.origin
+            yield Fault(key, None, rule, "put it in quotes, or rename it", origin=written.origin)
             continue
         below = raw.get(name) if isinstance(raw, dict) else None
-        yield from flatten((*path, *name.split(".")), item, below, written)
+        yield from read((*path, *name.split(".")), item, below, written)
 
 
-def _roles(path: tuple[str, ...], value: Any, raw: Any, written: Written) -> Iterator[Setting | Fault]:
-    role = path[2:]
-    if "backend" in role[:-1] or role == ("backend",):
-        rule = "has a role that is called backend, which is the key of a role's choice"
-        yield _fault(".".join(path), value, raw, written, rule, f"write {PER_ROLE}.ROLE.backend=NAME")
-    elif role and role[-1] == "backend":
-        yield _setting(".".join(path[:-1]), value, raw, written)
-    elif not role and value is None:
-        yield Setting(PER_ROLE, None, "null", written.origin, written.text or f"{PER_ROLE}: null")
-    elif not isinstance(value, dict):
-        if role:
-            yield _setting(".".join(path), value, raw, written)
-        else:
-            remedy = f"write {PER_ROLE}.ROLE=NAME, or {DEFAULT}=NAME for all roles"
-            yield _fault(PER_ROLE, value, raw, written, "is a mapping from roles to backends", remedy)
-    elif role and not value:
-        rule = f"is an empty mapping for the role {'.'.join(role)}"
-        yield _fault(".".join(path), value, raw, written, rule, "give it a backend, or leave it out")
-    elif role and "backend" in value and len(value) > 1:
-        others = ", ".join(str(name) for name in value if name != "backend")
-        rule = f"has both a backend and roles below it ({others}) for the role {'.'.join(role)}"
-        remedy = f"write the roles as dotted keys, {role[-1]}: NAME and {role[-1]}.ROLE: NAME"
-        yield Fault(".".join(path), None, rule, remedy, origin=written.origin)
-    else:
-        yield from _children(path, value, raw, written)
-
-
-def _registrations(path: tuple[str, ...], value: Any, raw: Any, written: Written) -> Iterator[Setting | Fault]:
-    key = ".".join(path)
-    if not written.trusts_code:
-        if value not in (None, {}):
-            rule = "names code to import, which a file must not do"
-            yield _fault(key, value, raw, written, rule, f"give {REGISTER}.NAME=CLASS on the command line")
-    elif len(path) == 3:
-        yield _setting(key, value, raw, written)
-    elif len(path) == 2 and isinstance(value, dict):
-        yield from _children(path, value, raw, written)
-    else:
-        rule = "is not the name of one backend"
-        yield _fault(key, value, raw, written, rule, f"write {REGISTER}.NAME=package.module.Class")
-
-
-def _preset_name(value: Any, raw: Any, written: Written) -> Setting | Fault:
-    if isinstance(value, str) and value:
-        source = _source(value, raw)
-        text = written.text or f"{PRESET_KEY}: {source}"
-        return Setting(PRESET_KEY, value, source, written.origin, text, pending=is_interpolated(value))
-    return _fault(PRESET_KEY, value, raw, written, "takes the name of a preset", "write its name, such as tiny-wan")
-
-
-def _setting(key: str, value: Any, raw: Any, written: Written) -> Setting | Fault:
-    source = _source(value, raw)
-    setting = Setting(key, value, source, written.origin, written.text or f"{key}: {source}", is_interpolated(value))
+def setting_of(key: str, value: Any, raw: Any, written: Written) -> Setting | Fault:
+    """The setting of one value, checked unless it has interpolations."""
+    source = source_of(value, raw)
+    pending = not written.literal and is_interpolated(value)
+    setting = Setting(key, value, source, written.origin, written.text or f"{key}: {source}", pending)
     if setting.pending:
         return setting
     checked = check_value(key, value, source)
@@ -199,9 +129,16 @@ def _setting(key: str, value: Any, raw: Any, written: Written) -> Setting | Faul
     return Setting(key, checked, source, written.origin, setting.text)
 
 
-def _source(value: Any, raw: Any) -> str:
+def cleared(key: str, written: Written) -> Setting:
+    """The setting that takes away what lower layers set below `key`."""
+    return Setting(key, None, "null", written.origin, written.text or f"{key}: null")
+
+
+def fault_of(key: str, value: Any, raw: Any, written: Written, rule: str, remedy: str) -> Fault:
+    """The fault of one value, or of a whole tree."""
+    return Fault(key or written.origin, source_of(value, raw), rule, remedy, origin=written.origin)
+
+
+def source_of(value: Any, raw: Any) -> str:
+    """A value as it was written: `raw`, where that says more than the value."""
     return raw if isinstance(raw, str) and raw != value else render(value)
-
-
-def _fault(key: str, value: Any, raw: Any, written: Written, rule: str, remedy: str) -> Fault:
-    return Fault(key or written.origin, _source(value, raw), rule, remedy, origin=written.origin)

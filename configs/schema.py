@@ -7,12 +7,17 @@ model folder, the cluster, the platform).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 OUTPUTS = ("video", "frames")
+AGREEMENTS = ("require", "negotiate")
+ON_UNSUPPORTED = ("error", "fallback")
+BLOCKS = ("quant", "skip_softmax", "options")
+"""The option blocks of a choice; `options` is for backends of others."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,36 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One choice of backend: its registered name, or `auto` for the platform's choice."""
+    """One choice of backend, and its options.
+
+    backend: its registered name, or `auto` for the platform's choice. Also a member of an Enum, for its name.
+    version: of the backend's package, where it has several; no other one serves then.
+    on_unsupported: what happens where this choice cannot serve: `error` refuses it, `fallback` leaves it to the
+        platform.
+    quant, skip_softmax, options: field -> a scalar or a list of scalars; the backend says which. Also a dataclass
+        instance, whose None fields count as not set.
+
+    What is given is copied as plain data; what cannot be is a `FaultError`.
+    """
 
     backend: str = AUTO
+    version: int | None = None
+    on_unsupported: str = "error"
+    # A mapping has no hash. Equal specs hash equal without them, too.
+    quant: Mapping[str, Any] | None = field(default=None, hash=False)
+    skip_softmax: Mapping[str, Any] | None = field(default=None, hash=False)
+    options: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        from configs.specs import spec_fields  # it imports this module
+
+        for name, value in spec_fields(self).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def blocks(self) -> dict[str, Mapping[str, Any]]:
+        """The option blocks that are set, by name."""
+        return {name: block for name in BLOCKS if (block := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -53,13 +85,28 @@ class AttentionConfig:
     default: the choice for every role without an entry of its own; None leaves them to the platform.
     per_role: dotted role -> choice. A dotted role falls back to its parents, then to its category, then to `default`.
     register: new backend name -> dotted class path (command line and Python only).
-    origins: dotted key (`attention.per_role.cross`) -> where it was set, for reports.
+    agreement: what happens where ranks differ in what they can run for an automatic role: `require` refuses it,
+        `negotiate` settles on a backend that every one of them can run.
+    origins: dotted key (`attention.per_role.cross`, `attention.default.version`) -> where it was set, for reports.
+    backend: short for `default`; only to construct with.
+
+    A choice may be given as an `AttentionSpec`, a name, a member of an Enum, or a mapping (`{"backend": "X", "quant":
+    {...}}`), and roles as nested mappings. All become dotted roles and specs, in copies; what cannot is a `FaultError`
+    with every fault.
     """
 
     default: AttentionSpec | None = None
     per_role: Mapping[str, AttentionSpec] = field(default_factory=dict)
     register: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    agreement: str = "require"
+    backend: InitVar[Any] = field(default=None, kw_only=True)
+
+    def __post_init__(self, backend: Any) -> None:
+        from configs.specs import config_fields  # it imports this module
+
+        for name, value in config_fields(self, backend).items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

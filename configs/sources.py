@@ -11,12 +11,14 @@ import yaml  # type: ignore[import-untyped]  # OmegaConf's own parser, for line 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.checks import Refusal
 from configs.faults import Fault, FaultError
-from configs.fields import DEFAULT, GROUPS, PER_ROLE, Refusal, check_value, unknown_key_remedy
+from configs.fields import DEFAULT, GROUPS, PER_ROLE, check_value, is_block, unknown_key_remedy
 from configs.flags import settings_of, split
 from configs.interpolate import syntax_error
-from configs.layers import PRESET_KEY, Layer, Setting, Written, canonical_key, flatten, gather, render
+from configs.layers import PRESET_KEY, Layer, Setting, Written, gather, render
 from configs.overrides import ORIGIN, Override, parse_override, quote
+from configs.trees import canonical_key, flatten
 
 BACKEND_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 DEFAULT_PRESET = "tiny-wan"
@@ -85,8 +87,9 @@ def _removal(override: Override) -> Setting | Fault:
         return Fault(f"~{override.key}", None, "is a group of keys", "remove its keys one by one", origin=ORIGIN)
     if key is None:
         return Fault(f"~{override.key}", None, "no such key", unknown_key_remedy(override.key), origin=ORIGIN)
-    if key == PER_ROLE and override.source is not None:
-        return Fault(f"~{key}", override.source, "removes all roles", f"write ~{key}, without a value", origin=ORIGIN)
+    if (key == PER_ROLE or is_block(key)) and override.source is not None:
+        rule = "removes all that is below it"
+        return Fault(f"~{key}", override.source, rule, f"write ~{key}, without a value", origin=ORIGIN)
     value = override.value
     if override.source is not None and key != PRESET_KEY:
         value = check_value(key, override.value, override.source)

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 
 from backends.platforms.facts import DeviceFacts
+from backends.probe import import_faults
 from backends.registry import Registry
+from backends.selection import Agreement
+from backends.selector import Selector
 from configs.schema import AttentionConfig
 from parallel.events import Event
 from parallel.mesh import Mesh
@@ -19,7 +23,8 @@ from parallel.transport.torch_dist import TorchTransport
 class AttentionContext:
     """mesh and transport of this rank, the catalog and configuration to choose from, and where events go.
 
-    dtype: of the activations, by name. emit: called on the rank's own thread with each event.
+    dtype: of the activations, by name. emit: called on the rank's own thread with each event. agreement: what the
+    ranks settled on for automatic roles.
     """
 
     mesh: Mesh
@@ -29,6 +34,12 @@ class AttentionContext:
     device: DeviceFacts
     dtype: str
     emit: Callable[[Event], None]
+    agreement: Agreement | None = None
+
+    @cached_property
+    def selector(self) -> Selector:
+        """One for all layers, so that each role is resolved once."""
+        return Selector(self.device, self.config, self.registry, self.agreement, import_faults)
 
 
 _ambient: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.interface import Selection
+from backends.selection import Selection
 from parallel.plan import Strategy
 
 Shape = tuple[int, ...]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from backends.interface import Kind, Requirements
+from dataclasses import replace
+
+from backends.requirements import Kind, Requirements
 from configs.faults import Fault, FaultError
 from parallel.plan import Strategy, head_fault
 
@@ -29,6 +31,7 @@ def requirements_of(
     world_size: int,
     *,
     causal: bool = False,
+    value_head_size: int | None = None,
     skip_sequence_parallel: bool = False,
 ) -> tuple[Strategy, Requirements]:
     """The strategy of a call and the shapes that its backend sees: all heads when local, H/P of them under Ulysses.
@@ -39,6 +42,9 @@ def requirements_of(
     if strategy == "ulysses" and heads != kv_heads:
         rule = f"{heads} query heads on {kv_heads} KV heads cannot be exchanged in one packet"
         raise FaultError([Fault("num_kv_heads", kv_heads, rule, "use one rank, or as many KV heads as query heads")])
+    if strategy == "ulysses" and value_head_size not in (None, head_size):
+        rule = f"a head size of V ({value_head_size}) other than that of Q and K cannot be exchanged in one packet"
+        raise FaultError([Fault("value_head_size", value_head_size, rule, "use one rank")])
     if causal and kind == "cross" and world_size > 1 and not skip_sequence_parallel:
         rule = "causal cross-attention counts from the first query row, and a rank holds others"
         raise FaultError([Fault("causal", causal, rule, "use one rank")])
@@ -46,4 +52,5 @@ def requirements_of(
     if fault is not None:
         raise FaultError([fault])
     share = world_size if strategy == "ulysses" else 1
-    return strategy, Requirements(head_size, heads // share, kv_heads // share, dtype, kind, causal)
+    required = Requirements(head_size, heads // share, kv_heads // share, dtype, kind, causal)
+    return strategy, replace(required, value_head_size=None if value_head_size == head_size else value_head_size)

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
-from backends.interface import Selection
+from backends.options import Place, ownerless_faults, read_blocks
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
-from backends.selector import select
+from backends.selection import Selection
+from backends.selector import Selector, resolve_entry
 from configs.faults import Fault, FaultError, unknown_name_remedy
 from configs.schema import AUTO, AttentionConfig, RunConfig
 from parallel.plan import Strategy, head_fault
 from parallel.planner import requirements_of
 from runtime.model_folder import FolderFacts
 from runtime.requests import Request
-
-DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,10 @@ class RoleSelection:
 
 
 def settle_dtype(config: RunConfig, platform: str) -> str:
-    return DEFAULT_DTYPE[platform] if config.run.dtype == AUTO else config.run.dtype
+    """The dtype that is asked for; `auto` is float32 on CPU, and bfloat16 on accelerators."""
+    if config.run.dtype != AUTO:
+        return config.run.dtype
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
@@ -59,6 +61,40 @@ def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry
             registry.get_class(name)
         except FaultError as error:
             found += error.faults
+    found += _option_faults(config, registry)
+    return found or _unused_entries(config, folder, known)
+
+
+def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
+    """What is wrong with the options of a choice on any device."""
+    specs = {f"attention.per_role.{role}": spec for role, spec in config.per_role.items()}
+    if config.default is not None:
+        specs["attention.default"] = config.default
+    found = []
+    for key, spec in specs.items():
+        place = Place(key, config.origins)
+        if spec.backend == AUTO:
+            found += ownerless_faults(spec, place, registry)
+        elif spec.backend in registry.names():
+            try:
+                found += read_blocks(registry.get_class(spec.backend), spec, place, registry)[1]
+            except FaultError:
+                continue  # a class that cannot be loaded is told about where it was registered
+    return found
+
+
+def _unused_entries(config: AttentionConfig, folder: FolderFacts, known: tuple[str, ...]) -> list[Fault]:
+    """Choices that no role of the model falls back to. The environment's is a last resort: it may be unused."""
+    roles = {(role.role, role.category) for model in folder.models.values() for role in model.roles}
+    used = {resolve_entry(role, category, config).key for role, category in roles}
+    found = []
+    for key in (*(f"attention.per_role.{role}" for role in config.per_role), "attention.default"):
+        origin = config.origins.get(key, "")
+        if key in used or origin == "environment" or (key == "attention.default" and config.default is None):
+            continue
+        spec = config.default if key == "attention.default" else config.per_role[key.split(".", 2)[2]]
+        rule = "no role of the model falls back to it, as each has a nearer choice"
+        found.append(Fault(key, spec.backend if spec else None, rule, "leave it out", known, origin))
     return found
 
 
@@ -149,13 +185,16 @@ def select_roles(
     """What every role of every model gets on a device, and the faults of those that get nothing."""
     selected: list[RoleSelection] = []
     faults: list[Fault] = []
+    selector = Selector(device, config, registry)
     for model, facts in folder.models.items():
         for role in facts.roles:
             try:
                 strategy, required = requirements_of(
                     role.kind, role.heads, role.kv_heads, role.head_size, dtype, world_size
                 )
-                selection = select(role.role, required, device, config, registry, category=role.category)
+                selection = selector.select(
+                    role.role, required, category=role.category, allow_trtllm_default=role.allow_trtllm_default
+                )
             except FaultError as error:
                 faults += [fault for fault in error.faults if fault not in faults]
                 continue

@@ -1,4 +1,4 @@
-"""The command line: `raylysses generate` and `raylysses explain`."""
+"""The command line: `raylysses generate`, `raylysses explain` and `raylysses backends`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from configs.compose import compose, known_keys
-from configs.faults import FaultError, nearest
+from configs.faults import Fault, FaultError, nearest
 from configs.flags import BACKEND, CONFIG, SHORT, split
 from configs.overrides import quote
 from configs.schema import RunConfig
@@ -102,7 +102,10 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
 
 @cli.command("explain", cls=ConfiguredCommand)
 @click.option(
-    "--device", default="here", help="here, cpu, or a compute capability such as cuda:9.0.", show_default=True
+    "--device",
+    default="here",
+    help="here, or a device: cpu, cuda:9.0, rocm:gfx942, npu, xpu, musa:3.1.",
+    show_default=True,
 )
 @click.option("--packages", default="here", help="here, all, or NAME=VERSION,...", show_default=True)
 @click.option("--prompt", help="Not needed; taken so that a `generate` line can be asked about as it is.")
@@ -136,10 +139,44 @@ def explain_command(
             click.echo(f"{name + ':':<10} {text}")
         click.echo()
         print_selection(answer.report, sys.stdout)
+        click.echo("".join(f"{line}\n" for line in answer.alternative_lines()), nl=False)
     if answer.faults:
         if not as_json:
             print_faults(answer.faults, sys.stderr)
         raise SystemExit(FaultError.exit_code)
+
+
+@cli.command("backends")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--check", "page", type=click.Path(path_type=Path), help="Compare with the tables in a Markdown FILE.")
+@click.option("--write", "target", type=click.Path(path_type=Path), help="Put the tables into a Markdown FILE.")
+def backends_command(as_json: bool, page: Path | None, target: Path | None) -> None:
+    """Say what every attention backend takes, and the automatic order on every device.
+
+    The answers come from the same predicates as a selection. --check and --write leave out what is registered here.
+
+    \b
+    Example:
+      raylysses backends
+      raylysses backends --check docs/backends.md
+    """
+    from backends.registry import Registry
+    from runtime.tables import tables
+    from runtime.tables_text import drift, read_page, text, written
+
+    if as_json:
+        click.echo(json.dumps(tables(Registry()).to_dict(), indent=2))
+    if target is not None:
+        fresh = written(read_page(target), tables(Registry.built_in()), target)
+        target.write_text(fresh, encoding="utf-8")
+    if page is not None:
+        lines = drift(read_page(page), tables(Registry.built_in()), page)
+        if lines:
+            rule = "its tables are not what the backends say:\n" + "\n".join(lines)
+            raise FaultError([Fault("--check", page, rule, f"run raylysses backends --write {page}")])
+        click.echo(f"{page}: its tables are what the backends say")
+    if not (as_json or target or page):
+        click.echo(text(tables(Registry())))
 
 
 def _compose_without_prompt(arguments: Sequence[str], file: Path | None) -> RunConfig:

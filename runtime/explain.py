@@ -4,7 +4,8 @@ torch or weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from backends.platforms.facts import ANY_VERSION, DeviceFacts, installed, local_device, local_gpus, parse_device
@@ -12,32 +13,62 @@ from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import RunConfig
 from parallel.plan import usable_world_sizes
-from runtime.check import name_faults, raise_if_any, select_roles, settle_dtype, world_size_faults
+from runtime.check import RoleSelection, name_faults, raise_if_any, select_roles, settle_dtype, world_size_faults
 from runtime.model_folder import read_folder
 from runtime.placement import CPU_RANKS
 from runtime.report import SelectionReport, from_selections
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A backend that a role does not get. faults: why it could not serve; empty if it could, and was not asked."""
+
+    model: str
+    role: str
+    backend: str
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What would run. assumed: the facts that the answer rests on, as text by name. faults: of roles that nothing
-    serves.
+    serves. alternatives: every other backend for every role.
     """
 
     report: SelectionReport
     assumed: dict[str, str]
     faults: tuple[Fault, ...]
+    alternatives: tuple[Alternative, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             **self.report.to_dict(),
             "assumed": self.assumed,
             "faults": [str(fault) for fault in self.faults],
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
         }
+
+    def alternative_lines(self) -> list[str]:
+        """`self, cross: not SAGE_ATTN: ...` for what the table's own notes do not say, and who else would serve."""
+        told = {(entry.model, entry.role, r["backend"]) for entry in self.report.entries for r in entry.rejected}
+        grouped: dict[tuple[str, str], list[str]] = {}
+        for other in self.alternatives:
+            if (other.model, other.role, other.backend) in told:
+                continue
+            for fault in other.faults or ("",):
+                roles = grouped.setdefault((other.backend, fault), [])
+                if other.role not in roles:
+                    roles.append(other.role)
+        serving: dict[str, list[str]] = {}
+        for (name, fault), roles in grouped.items():
+            if not fault:
+                serving.setdefault(", ".join(roles), []).append(name)
+        could = [f"{roles}: would serve too: {', '.join(names)}" for roles, names in serving.items()]
+        return could + [f"{', '.join(roles)}: not {name}: {fault}" for (name, fault), roles in grouped.items() if fault]
 
 
 def explain(config: RunConfig, device: str = "here", packages: str = "here") -> Explanation:
-    """The selections of a configuration. device: `here`, `cpu` or `cuda:9.0`; packages: `here`, `all` or
+    """The selections of a configuration. device: `here`, or as `parse_device` takes it; packages: `here`, `all` or
     `NAME=VERSION,...`.
 
     Raises FaultError for a configuration, a model folder or an option that cannot be read.
@@ -61,7 +92,17 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
         + ("" if config.parallel.world_size else " (set parallel.world_size for another number)"),
         "dtype": dtype,
     }
-    return Explanation(from_selections(world_size, rows), assumed, tuple(faults))
+    others = tuple(_alternatives(selected, facts, registry))
+    return Explanation(from_selections(world_size, rows), assumed, tuple(faults), others)
+
+
+def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, registry: Registry) -> Iterator[Alternative]:
+    for role in selected:
+        for name in registry.names():
+            if name != role.selection.backend:
+                faults = registry.get_class(name).validate_configuration(role.selection.requirements, device)
+                rules = tuple(fault.rule for fault in faults)
+                yield Alternative(role.model, role.selection.role, name, rules)
 
 
 def assumed_device(config: RunConfig, device: str, packages: str, registry: Registry) -> DeviceFacts:
@@ -73,7 +114,7 @@ def assumed_device(config: RunConfig, device: str, packages: str, registry: Regi
     wanted = config.run.device
     platform = ("cuda" if local_gpus() else "cpu") if wanted == "auto" else wanted
     facts = local_device(platform, known)
-    return DeviceFacts(platform, facts.capability, facts.name, facts.memory_bytes, versions, packages == "all")
+    return replace(facts, packages=versions, all_packages=packages == "all")
 
 
 def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:

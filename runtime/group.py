@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from backends.selection import Agreement
 from configs.faults import Fault, FaultError
 from configs.schema import ClusterConfig
 from runtime import ray_api
 from runtime.errors import DisagreementError, PlacementError, RankError, RankPlace
 from runtime.placement import fits_one_node, order_ranks
-from runtime.setup import RankSpec, Wired, disagreements
+from runtime.setup import RankSpec, Wired, disagreements, negotiate
 from runtime.source import ROOT, differing_sources, own_sources
 from runtime.supervisor import OnEvent, Supervisor, trouble
 
@@ -62,7 +64,25 @@ class RankGroup:
         return host, port
 
     def set_up(self, specs: Sequence[RankSpec], on_event: OnEvent) -> None:
-        """Load and wire the model on every rank. Raises DisagreementError if ranks resolved a role differently."""
+        """Resolve every role on every rank, settle what differs if the configuration allows it, then load and wire the
+        model. Raises DisagreementError if ranks resolved a role differently, before any of them loads.
+        """
+        resolved = self._wired("resolve", specs, on_event)
+        agreement: Agreement = {}
+        if specs[0].config.attention.agreement == "negotiate":
+            agreement = negotiate(resolved, self.places)
+        settled = {(row[0], row[1].role) for row in resolved[0].rows if (row[1].role, row[1].requirements) in agreement}
+        self._require_agreement(resolved, settled)
+        wired = self._wired("setup", [replace(spec, agreement=agreement) for spec in specs], on_event)
+        self._require_agreement(wired, set())
+
+    def _require_agreement(self, wired: Mapping[int, Wired], settled: Collection[tuple[str, str]]) -> None:
+        lines = disagreements(wired, self.places, settled)
+        if lines:
+            raise DisagreementError(lines)
+
+    def _wired(self, method: str, specs: Sequence[RankSpec], on_event: OnEvent) -> dict[int, Wired]:
+        """What every rank answers to `resolve` or `setup`."""
         wired: dict[int, Wired] = {}
 
         def sort_out(rank: int, event: Any) -> None:
@@ -71,10 +91,8 @@ class RankGroup:
             else:
                 on_event(rank, event)
 
-        self.drive("setup", [(spec,) for spec in specs], sort_out)
-        lines = disagreements(wired, self.places)
-        if lines:
-            raise DisagreementError(lines)
+        self.drive(method, [(spec,) for spec in specs], sort_out)
+        return wired
 
     def drive(self, method: str, arguments: Sequence[tuple[Any, ...]], on_event: OnEvent) -> None:
         """Run a streaming method on every rank to its end. Raises RankError and StallError (see `Supervisor`)."""

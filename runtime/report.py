@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from backends.interface import Selection
+from backends.options import as_mappings
+from backends.selection import Selection
 from parallel.events import AttentionRan
 from parallel.plan import Strategy
 
@@ -119,6 +120,7 @@ def selection_fields(selection: Selection) -> dict[str, Any]:
         "key": selection.key,
         "origin": selection.origin,
         "exactness": selection.exactness,
+        "options": as_mappings(selection.options),
         "rejected": tuple(
             {"backend": rejected.backend, "faults": [fault.rule for fault in rejected.faults]}
             for rejected in selection.rejected
@@ -177,7 +179,6 @@ def _entry(
         kernel=kernel,
         layers=layers,
         ranks=ranks,
-        options={},
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.faults import Fault
-from configs.schema import ModelConfig, RunConfig
+from configs.schema import AttentionConfig, AttentionSpec, ModelConfig, RunConfig
 from parallel.events import Artefact, AttentionRan
 from runtime import ray_api
 from runtime.check import raise_if_any, request_faults
@@ -42,15 +43,24 @@ class Session:
     """A group of ranks with a loaded model, as a context manager.
 
     Entering checks everything that can be checked, then places, starts and wires the ranks; leaving stops them,
-    whatever happened. worker: dotted path of the class that does a rank's work.
+    whatever happened. attention: instead of the configuration's own; anything but an `AttentionConfig` is its default
+    choice. worker: dotted path of the class that does a rank's work.
 
     Raises FaultError for what cannot be served, PlacementError for what is not there, RankError, DisagreementError and
     StallError for what goes wrong.
     """
 
     def __init__(
-        self, config: RunConfig, *, observer: Observer | None = None, worker: str = "runtime.worker.Rank"
+        self,
+        config: RunConfig,
+        *,
+        attention: AttentionConfig | AttentionSpec | Mapping[str, Any] | Enum | str | None = None,
+        observer: Observer | None = None,
+        worker: str = "runtime.worker.Rank",
     ) -> None:
+        if attention is not None:
+            chosen = attention if isinstance(attention, AttentionConfig) else AttentionConfig(backend=attention)
+            config = replace(config, attention=chosen)
         self.config = config
         self.device: DeviceFacts | None = None
         self.world_size = 0

@@ -28,6 +28,7 @@ from parallel.transport.torch_dist import TorchTransport
 from runtime.model_folder import BUILT_IN_PREFIX, folder_of
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
+from runtime.resolve import resolved_roles
 from runtime.setup import RankSpec, Wired
 
 
@@ -47,8 +48,15 @@ class Rank:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def setup(self, spec: RankSpec) -> Iterator[Event | Wired]:
+    def resolve(self, spec: RankSpec) -> Iterator[Event | Wired]:
+        """What every role gets on this rank's own facts, before anything is loaded."""
+        yield Phase("resolve")
+        self.spec = spec
         self.device = torch.device("cpu" if spec.platform == "cpu" else f"{spec.platform}:{spec.ordinal}")
+        registry = Registry.exactly(spec.backends)
+        yield resolved_roles(spec, self.device_facts(registry), registry)
+
+    def setup(self, spec: RankSpec) -> Iterator[Event | Wired]:
         yield from _in_thread(lambda emit: self._setup(spec, emit), self.device)
 
     def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
@@ -87,6 +95,7 @@ class Rank:
             device=self.device_facts(registry),
             dtype=spec.dtype,
             emit=lambda event: self._emit(event),
+            agreement=spec.agreement,
         )
         for name in ("transformer", "transformer_2"):
             model = getattr(self.pipe, name, None)

@@ -2,7 +2,7 @@
 shut out.
 """
 
-from backends.interface import AttentionBackend, Variant
+from backends.interface import AttentionBackend, Capabilities, HeadSizes, Variant
 
 
 class CudnnAttnBackend(AttentionBackend):
@@ -10,12 +10,13 @@ class CudnnAttnBackend(AttentionBackend):
         Variant(
             "cudnn",
             "backends.kernels.cudnn_attn.CudnnAttnImpl",
-            platforms=("cuda",),
-            capabilities=((8, None), (9, None), (10, None), (11, None), (12, None)),
-            head_size_step=8,
-            head_size_limit=128,
-            dtypes=("bfloat16", "float16"),
-            masks=("none",),
+            chips=("cuda:8.x", "cuda:9.x", "cuda:10.x", "cuda:11.x", "cuda:12.x"),
+            at_least=(("nvidia-cudnn-cu12", "9.5"), ("nvidia-cudnn-cu13", "9.5")),
+            takes=Capabilities(
+                causal=True, grouped=True, dtypes=("bfloat16", "float16"), head_sizes=HeadSizes(8, 128), masks=("none",)
+            ),
+            compilation="traceable",
+            run_on=("cuda:9.0",),
         ),
     )
 

@@ -1,15 +1,21 @@
-"""FLASH_ATTN: FlashAttention 3 where it is installed and built for the chip, else FlashAttention 4.
+"""FLASH_ATTN: FlashAttention, in the version that is installed and built for the chip, best first.
 
-What each wheel takes is read from the wheels: `fa3-fwd` 0.0.3 is built without fp16, backward and windows
-(`fa3_fwd_config.CONFIG`); `flash-attn-4` 4.0.0b36 limits head sizes per chip (`_validate_head_dims`). On Hopper
-FlashAttention 3 comes first: it has the higher throughput there. FlashAttention 4 on Blackwell has not been run on
-hardware.
+What each package takes is read from it: `fa3-fwd` 0.0.3 is built without fp16, backward and windows
+(`fa3_fwd_config.CONFIG`); `flash-attn-4` 4.0.0b36 limits head sizes per chip (`_validate_head_dims`); `flash-attn`
+2.8.3 takes windows and soft caps, which came with 2.3 and 2.6; `amd-aiter` 0.1.7 drops a window of no keys, so no
+window is asked of it; `torch-npu` 2.14 by its documentation; of `vllm-xpu-kernels` 0.1.16 the head sizes that are
+compiled in, without a window, since it computes others in plain torch; of MATE's `flash_attn_3` the documentation of
+its repository. On Hopper FlashAttention 3 comes first: it has the higher throughput there. FlashAttention 2, that on
+Blackwell, and those of other vendors than NVIDIA have not been run on hardware.
 """
 
-from backends.interface import AttentionBackend, Variant
+from backends.interface import AttentionBackend, Capabilities, HeadSizes, Variant
 
 _FA4 = "backends.kernels.flash_attn.FlashAttn4Impl"
+_VENDORS = "backends.kernels.vendor_flash_attn"
 _INSTALL_FA4 = "pip install 'flash-attn-4>=4.0.0b18'"
+_HALVES = ("bfloat16", "float16")
+_TO_256 = Capabilities(causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 256), masks=("none",))
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -17,39 +23,100 @@ class FlashAttnBackend(AttentionBackend):
         Variant(
             "fa3",
             "backends.kernels.flash_attn.FlashAttn3Impl",
-            platforms=("cuda",),
-            capabilities=((9, 0),),
+            chips=("cuda:9.0",),
             distributions=("fa3-fwd",),
             install="pip install fa3-fwd",
-            head_size_step=8,
-            head_size_limit=256,
-            dtypes=("bfloat16",),
-            masks=("none",),
+            takes=Capabilities(
+                causal=True, grouped=True, dtypes=("bfloat16",), head_sizes=HeadSizes(8, 256), masks=("none",)
+            ),
+            version=3,
+            run_on=("cuda:9.0",),
         ),
         Variant(
             "fa4",
             _FA4,
-            platforms=("cuda",),
-            capabilities=((9, 0),),
+            chips=("cuda:9.0",),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
-            head_size_step=8,
-            head_size_limit=256,
-            dtypes=("bfloat16", "float16"),
-            masks=("none",),
+            takes=_TO_256,
+            version=4,
+            run_on=("cuda:9.0",),
         ),
         Variant(
             "fa4-blackwell",
             _FA4,
-            platforms=("cuda",),
-            capabilities=((10, None), (11, None)),
+            chips=("cuda:10.x", "cuda:11.x"),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
-            head_size_step=8,
-            head_size_limit=128,
-            head_sizes_above=(256,),
-            dtypes=("bfloat16", "float16"),
-            masks=("none",),
+            takes=Capabilities(
+                causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 128, (256,)), masks=("none",)
+            ),
+            version=4,
+        ),
+        Variant(
+            "fa2",
+            "backends.kernels.flash_attn.FlashAttn2Impl",
+            chips=("cuda:8.x", "cuda:9.x"),
+            distributions=("flash-attn",),
+            install="pip install 'flash-attn>=2.6'",
+            at_least=(("flash-attn", "2.6"),),
+            takes=Capabilities(
+                causal=True,
+                grouped=True,
+                dtypes=_HALVES,
+                head_sizes=HeadSizes(8, 256),
+                masks=("none",),
+                window=True,
+                soft_cap=True,
+                packed=True,
+            ),
+            version=2,
+        ),
+        Variant(
+            "rocm-aiter",
+            f"{_VENDORS}.AiterImpl",
+            chips=("rocm:gfx942", "rocm:gfx950"),
+            distributions=("amd-aiter",),
+            install="pip install amd-aiter",
+            at_least=(("amd-aiter", "0.1.7"),),
+            takes=_TO_256,
+        ),
+        Variant(
+            "npu",
+            f"{_VENDORS}.NpuFusionImpl",
+            chips=("npu",),
+            distributions=("torch-npu",),
+            install="pip install torch-npu",
+            takes=Capabilities(
+                causal=True, grouped=True, dtypes=(*_HALVES, "float32"), head_sizes=HeadSizes(1, 768), masks=("none",)
+            ),
+        ),
+        Variant(
+            "xpu",
+            f"{_VENDORS}.XpuImpl",
+            chips=("xpu",),
+            distributions=("vllm-xpu-kernels",),
+            install="pip install vllm-xpu-kernels",
+            at_least=(("vllm-xpu-kernels", "0.1.16"),),
+            takes=Capabilities(
+                causal=True,
+                grouped=True,
+                dtypes=_HALVES,
+                head_sizes=HeadSizes(0, None, (64, 128, 256)),
+                masks=("none",),
+                packed=True,
+            ),
+        ),
+        Variant(
+            "musa",
+            f"{_VENDORS}.MateImpl",
+            chips=("musa:3.1",),
+            distributions=("flash-attn-3",),
+            install="build the wheel of MATE's wrappers/flash-attention",
+            takes=Capabilities(
+                causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 512), masks=("none",)
+            ),
+            version=3,
         ),
     )
 

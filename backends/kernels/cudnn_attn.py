@@ -4,6 +4,8 @@ kernel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,7 +19,12 @@ class CudnnAttnImpl(TorchSdpaImpl):
         return f"{super().kernel}[{SDPBackend.CUDNN_ATTENTION.name}]"
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
     ) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super().forward(query, key, value, metadata)

@@ -4,11 +4,52 @@ from __future__ import annotations
 
 import torch
 
+from backends.interface import AttentionMetadata, PackedLengths
+
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where query i may look at key j: j <= i, counted from the first row and the first key."""
     rows, columns = query.shape[1], key.shape[1]
     return torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()[None, None]
+
+
+def window_mask(query: torch.Tensor, key: torch.Tensor, window: tuple[int | None, int | None]) -> torch.Tensor:
+    """[1, 1, Sq, Sk], True where key j is at most so many keys before query i and after it."""
+    before, after = window
+    rows, keys = (torch.arange(tensor.shape[1], device=query.device) for tensor in (query, key))
+    distance = keys - rows[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if before is not None:
+        seen &= distance >= -before
+    if after is not None:
+        seen &= distance <= after
+    return seen[None, None]
+
+
+def packed_mask(lengths: PackedLengths, device: torch.device) -> torch.Tensor:
+    """[1, 1, Sq, Sk], True where a query and a key are of one document."""
+    query, key = (
+        torch.repeat_interleave(torch.arange(len(rows), device=device), torch.tensor(rows, device=device))
+        for rows in (lengths.query, lengths.key)
+    )
+    return (query[:, None] == key)[None, None]
+
+
+def whole_mask(
+    query: torch.Tensor, key: torch.Tensor, metadata: AttentionMetadata, *, causal: bool
+) -> torch.Tensor | None:
+    """Everything that keeps a query from a key, as one boolean mask; None if nothing does."""
+    parts = [] if metadata.mask is None else [metadata.mask]
+    if causal:
+        parts.append(causal_mask(query, key))
+    if metadata.window is not None:
+        parts.append(window_mask(query, key, metadata.window))
+    if metadata.packed is not None:
+        parts.append(packed_mask(metadata.packed, query.device))
+    whole: torch.Tensor | None = None
+    for part in parts:
+        whole = part if whole is None else whole & part
+    return whole
 
 
 def repeat_kv_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -21,5 +62,5 @@ def zero_blind_rows(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     """Zeros for the rows of out [B, S, H, D] that may look at nothing; softmax over no keys is not a number."""
     if mask is None:
         return out
-    blind = ~mask.any(dim=-1).transpose(1, 2)  # [B or 1, Sq, 1]
+    blind = ~mask.any(dim=-1).transpose(1, 2)  # [B or 1, Sq or 1, H or 1]
     return out.masked_fill(blind[..., None], 0)

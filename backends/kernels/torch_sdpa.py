@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,7 +17,12 @@ class TorchSdpaImpl(AttentionImpl):
         return "torch.nn.functional.scaled_dot_product_attention"
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
     ) -> torch.Tensor:
         mask = metadata.mask
         if mask is not None and self.causal:  # torch takes one or the other

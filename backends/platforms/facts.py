@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 from configs.faults import Fault, FaultError
@@ -20,7 +21,8 @@ def _none() -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """platform: `cpu` or `cuda`. capability: CUDA compute capability. packages: distribution name -> version.
+    """platform: `cpu`, `cuda`, `rocm`, `npu`, `xpu` or `musa`. capability: compute capability (CUDA, MUSA). packages:
+    distribution name -> version. architecture: of a ROCm GPU (`gfx942`).
 
     all_packages: assume that every package is there (for hardware and environments that are not).
     """
@@ -31,13 +33,14 @@ class DeviceFacts:
     memory_bytes: int = 0
     packages: Mapping[str, str] = field(default_factory=_none)
     all_packages: bool = False
+    architecture: str = ""
 
     @property
     def label(self) -> str:
-        """`cpu`, or `cuda:9.0`."""
-        return (
-            self.platform if self.capability is None else f"{self.platform}:{self.capability[0]}.{self.capability[1]}"
-        )
+        """`cpu`, `cuda:9.0` or `rocm:gfx942`."""
+        if self.capability is not None:
+            return f"{self.platform}:{self.capability[0]}.{self.capability[1]}"
+        return f"{self.platform}:{self.architecture}" if self.architecture else self.platform
 
     def has(self, distribution: str) -> bool:
         return self.all_packages or distribution in self.packages
@@ -46,8 +49,8 @@ class DeviceFacts:
         return self.packages.get(distribution)
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        values = (self.platform, self.capability, self.name, self.memory_bytes, dict(self.packages), self.all_packages)
-        return (DeviceFacts, values)
+        values = [getattr(self, entry.name) for entry in fields(self)]
+        return (DeviceFacts, tuple(dict(value) if isinstance(value, Mapping) else value for value in values))
 
 
 def installed(distributions: Iterable[str]) -> dict[str, str]:
@@ -104,15 +107,20 @@ def local_device(platform: str, distributions: Iterable[str]) -> DeviceFacts:
     return DeviceFacts(platform, capability, name, memory, packages)
 
 
+_EXAMPLES = "cpu, cuda:9.0 (Hopper), cuda:10.0 (Blackwell), rocm:gfx942, npu, xpu or musa:3.1"
+
+
 def parse_device(text: str, packages: Mapping[str, str], all_packages: bool) -> DeviceFacts:
-    """`cpu` or `cuda:9.0` as assumed facts. Raises FaultError for anything else."""
-    platform, _, capability = text.partition(":")
-    if text == "cpu":
-        return DeviceFacts("cpu", packages=packages, all_packages=all_packages)
-    if platform == "cuda":
-        major, dot, minor = capability.partition(".")
+    """A device in the spelling of `DeviceFacts.label`, as assumed facts. Raises FaultError for anything else."""
+    platform, _, chip = text.partition(":")
+    facts = DeviceFacts(platform, packages=packages, all_packages=all_packages)
+    if text in ("cpu", "npu", "xpu"):
+        return facts
+    if platform in ("cuda", "musa"):
+        major, dot, minor = chip.partition(".")
         if dot and major.isdecimal() and minor.isdecimal():
-            facts = DeviceFacts("cuda", (int(major), int(minor)), packages=packages, all_packages=all_packages)
-            return facts
-    rule = "is not a device; it is `cpu`, or `cuda:` and a compute capability"
-    raise FaultError([Fault("--device", text, rule, "use cpu, cuda:9.0 (Hopper) or cuda:10.0 (Blackwell)")])
+            return replace(facts, capability=(int(major), int(minor)))
+    if platform == "rocm" and re.fullmatch(r"gfx[0-9a-f]{3,5}", chip):
+        return replace(facts, architecture=chip)
+    rule = "is not a device; it is a platform, for cuda and musa with a compute capability, for rocm with a gfx name"
+    raise FaultError([Fault("--device", text, rule, f"use {_EXAMPLES}")])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from backends.platforms import cpu, cuda
+from backends.platforms import cpu, cuda, musa, npu, rocm, xpu
 from backends.platforms.facts import DeviceFacts
 
-_PRIORITIES = {"cpu": cpu.priority, "cuda": cuda.priority}
+_PRIORITIES = {
+    "cpu": cpu.priority,
+    "cuda": cuda.priority,
+    "rocm": rocm.priority,
+    "npu": npu.priority,
+    "xpu": xpu.priority,
+    "musa": musa.priority,
+}
+PLATFORMS = tuple(_PRIORITIES)
 
 
 def priority(device: DeviceFacts) -> tuple[str, ...]:

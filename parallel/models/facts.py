@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.interface import Kind
+from backends.requirements import Kind
 
 
 @dataclass(frozen=True)
 class RoleFacts:
     """The layers that share a role. category: what the role falls back to in the configuration. layers: how many
-    there are.
+    there are. allow_trtllm_default: whether their calls meet the contract of backends that ask for permission.
     """
 
     role: str
@@ -20,6 +20,7 @@ class RoleFacts:
     heads: int
     kv_heads: int
     head_size: int
+    allow_trtllm_default: bool = False
 
 
 @dataclass(frozen=True)

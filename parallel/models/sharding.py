@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from backends.interface import Selection
+from backends.selection import Selection
 from parallel.agreement import ForwardFacts, agree
 from parallel.attention import Attention
 from parallel.context import AttentionContext

@@ -37,7 +37,8 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
     if config.get("added_kv_proj_dim") is not None:  # image-to-video 2.1: keys of the first frame's CLIP embedding
         names.append((CROSS_IMAGE, "cross"))
     roles = tuple(
-        RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size)
+        # No call carries a mask or packed text: kernels that cannot take them serve it.
+        RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size, True)
         for role, kind in names
     )
     return ModelFacts(roles, heads, (frames, rows, columns), axis_limit)
@@ -63,6 +64,7 @@ def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:
             role=role.role,
             kind=role.kind,
             role_category=role.category,
+            allow_trtllm_default=role.allow_trtllm_default,
             context=context,
             name=path,
             model=name,

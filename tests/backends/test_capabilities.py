@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.interface import AttentionBackend, Requirements, Variant
+from backends.interface import AttentionBackend, HeadSizes, Requirements, Variant
 from backends.platforms.facts import DeviceFacts
 from backends.registry import DiffusionAttentionBackendEnum, Registry
 
@@ -52,6 +52,8 @@ def expected(backend: str, device: str, packages: str, dtype: str, size: int) ->
     if backend == "CUDNN_ATTN":
         served = device in CUDNN_DEVICES and dtype in CUDNN_DTYPES and size in STEPS_TO_128
         return "cudnn" if served else None
+    if backend != "FLASH_ATTN":
+        return None  # their packages are not there
     variant, sizes = FLASH_ATTN.get((device, packages, dtype), (None, set()))
     return variant if size in sizes else None
 
@@ -99,7 +101,7 @@ def test_a_backend_takes_exactly_what_the_table_says(backend: str, device: str, 
 def test_only_torch_and_the_reference_take_a_mask(backend: str, device: str, takes_masks: bool) -> None:
     facts = device_of(device, "both")
     assert backend_of(backend).validate_configuration(call(), facts) == []
-    assert (rules(backend, call(mask="boolean"), facts) == []) is takes_masks
+    assert (rules(backend, call(mask="full"), facts) == []) is takes_masks
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,10 @@ def test_only_torch_and_the_reference_take_a_mask(backend: str, device: str, tak
         ("CUDNN_ATTN", (12, 1), True),
         ("CUDNN_ATTN", (13, 0), False),
         ("CUDNN_ATTN", None, False),
-        ("FLASH_ATTN", (8, 9), False),
-        ("FLASH_ATTN", (9, 1), False),
+        ("FLASH_ATTN", (7, 5), False),
+        ("FLASH_ATTN", (8, 9), True),
+        ("FLASH_ATTN", (9, 1), True),
+        ("FLASH_ATTN", (12, 0), False),
         ("FLASH_ATTN", (10, 3), True),
         ("FLASH_ATTN", (11, 0), True),
         ("FLASH_ATTN", None, False),
@@ -128,16 +132,18 @@ def test_chips_beside_the_table(backend: str, capability: tuple[int, int] | None
 
 @pytest.mark.parametrize("backend", ["CUDNN_ATTN", "FLASH_ATTN"])
 def test_a_platform_without_the_kernels_is_refused_whatever_its_capability(backend: str) -> None:
-    for platform in ("cpu", "rocm"):
+    for platform in ("cpu", "vulkan"):
         found = rules(backend, call(), DeviceFacts(platform, (9, 0), all_packages=True))
         assert found
-        assert all("runs on cuda devices only" in rule for rule in found)
+        assert all(f"only, and this is {platform}:9.0" in rule for rule in found)
 
 
-def test_the_plain_backends_run_on_cpu_and_cuda_and_nowhere_else() -> None:
+def test_the_plain_backends_run_on_every_platform_that_is_known_and_nowhere_else() -> None:
     for backend in ("TORCH_SDPA", "REFERENCE"):
-        (rule,) = rules(backend, call(), DeviceFacts("rocm"))
-        assert rule == "it runs on cpu and cuda devices only, and this is rocm"
+        for platform in ("cpu", "cuda", "rocm", "npu", "xpu", "musa"):
+            assert rules(backend, call(), DeviceFacts(platform)) == []
+        (rule,) = rules(backend, call(), DeviceFacts("vulkan"))
+        assert rule == "it runs on cpu, cuda, rocm, npu, xpu, musa only, and this is vulkan"
 
 
 def test_a_dtype_that_no_kernel_has_is_refused_everywhere() -> None:
@@ -158,6 +164,7 @@ def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
     assert rules("FLASH_ATTN", call(size=127, dtype="float16"), device_of("9.0", "both")) == [
         "head size 127 is not supported; it takes multiples of 8 up to 256",
         "variant fa3: dtype float16 is not supported; it takes bfloat16",
+        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6')",
     ]
 
 
@@ -165,15 +172,16 @@ def test_without_packages_each_variant_says_what_to_install() -> None:
     assert rules("FLASH_ATTN", call(), device_of("9.0")) == [
         "variant fa3: the package fa3-fwd is not installed (pip install fa3-fwd)",
         "variant fa4: the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b18')",
+        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6')",
     ]
 
 
 def test_every_fault_of_a_call_is_found_at_once() -> None:
-    found = backend_of("CUDNN_ATTN").validate_configuration(call(300, "float32", "boolean"), device_of("9.0"))
+    found = backend_of("CUDNN_ATTN").validate_configuration(call(300, "float32", "full"), device_of("9.0"))
     assert [(fault.key, fault.value) for fault in found] == [
         ("head_size", 300),
         ("dtype", "float32"),
-        ("mask", "boolean"),
+        ("mask", "full"),
     ]
     assert found[1].allowed == ("bfloat16", "float16")
     assert found[1].remedy.startswith("set run.dtype, ")
@@ -181,22 +189,25 @@ def test_every_fault_of_a_call_is_found_at_once() -> None:
 
 def test_a_wrong_chip_is_said_with_the_chips_that_would_do() -> None:
     (fault,) = backend_of("CUDNN_ATTN").validate_configuration(call(300), DeviceFacts("cuda", (7, 5)))
-    assert fault.rule == "it runs on compute capability 8.x, 9.x, 10.x, 11.x, 12.x, and this is cuda:7.5"
-    assert fault.allowed == ("8.x", "9.x", "10.x", "11.x", "12.x")
+    assert fault.rule == "it runs on cuda:8.x, cuda:9.x, cuda:10.x, cuda:11.x, cuda:12.x only, and this is cuda:7.5"
+    assert fault.allowed == ("cuda:8.x", "cuda:9.x", "cuda:10.x", "cuda:11.x", "cuda:12.x")
 
 
 @pytest.mark.parametrize(
-    ("variant", "words"),
+    ("sizes", "words", "taken"),
     [
-        (Variant("v", "k"), "any size"),
-        (Variant("v", "k", head_size_step=8), "multiples of 8"),
-        (Variant("v", "k", head_size_limit=64), "any size up to 64"),
-        (Variant("v", "k", head_size_step=8, head_size_limit=128, head_sizes_above=(192, 256)), "multiples of 8 up to"),
+        (HeadSizes(), "any size", (1, 7, 1000)),
+        (HeadSizes(8), "multiples of 8", (8, 64, 1024)),
+        (HeadSizes(limit=64), "any size up to 64", (1, 63, 64)),
+        (HeadSizes(8, 128, (192, 256)), "multiples of 8 up to 128, and 192, 256", (8, 128, 192, 256)),
+        (HeadSizes(0, None, (64, 128)), "64, 128", (64, 128)),
     ],
 )
-def test_the_rule_of_head_sizes_is_readable(variant: Variant, words: str) -> None:
-    assert variant.head_size_rule.startswith(words)
-    assert variant.head_size_rule.endswith("128, and 192, 256") or not variant.head_sizes_above
+def test_the_rule_of_head_sizes_is_readable_and_holds(sizes: HeadSizes, words: str, taken: tuple[int, ...]) -> None:
+    assert str(sizes) == words
+    assert all(size in sizes for size in taken)
+    assert 2000 not in sizes or sizes.limit is None
+    assert 65 not in sizes or (sizes.step == 1 and sizes.limit is None)
 
 
 def test_one_of_several_packages_is_enough() -> None:
@@ -215,11 +226,13 @@ REQUIREMENTS = st.builds(
     dtype=st.sampled_from([*DTYPES, "int8"]),
     kind=st.sampled_from(["self", "cross", "joint"]),
     causal=st.booleans(),
-    mask=st.sampled_from(["none", "boolean"]),
+    mask=st.sampled_from(["none", "key_padding", "full", "per_head"]),
+    value_head_size=st.none() | st.integers(1, 400),
+    **dict.fromkeys(("window", "soft_cap", "sinks", "packed", "lse", "gradient"), st.booleans()),
 )
 DEVICES = st.builds(
     DeviceFacts,
-    platform=st.sampled_from(["cpu", "cuda", "rocm"]),
+    platform=st.sampled_from(["cpu", "cuda", "rocm", "npu", "xpu", "musa", "vulkan"]),
     capability=st.none() | st.tuples(st.integers(6, 13), st.integers(0, 9)),
     packages=st.sampled_from([MappingProxyType(dict(packages)) for packages in PACKAGES.values()]),
     all_packages=st.booleans(),

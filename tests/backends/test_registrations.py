@@ -74,9 +74,9 @@ class Outer:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    before = list(registrations._registrations)
+    before = registrations._registrations
     yield
-    registrations._registrations[:] = before
+    registrations._registrations = before
     registrations._installed.cache_clear()
 
 

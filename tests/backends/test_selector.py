@@ -23,6 +23,8 @@ HOPPER = DeviceFacts("cuda", (9, 0))
 FA3 = {"fa3-fwd": "0.0.3"}
 CALL = Requirements(head_size=128, num_heads=4, num_kv_heads=4, dtype="bfloat16", kind="cross")
 ROLE, CATEGORY = "a.b.c", "group"
+BLACKWELL = ("TRTLLM_ATTN", "CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", "TORCH_SDPA", "REFERENCE")
+OTHERS = ("rocm", "npu", "xpu", "musa")
 
 # From the strongest to the weakest: the entry's key, what it names, and the source that it is reported as.
 LEVELS = (
@@ -107,14 +109,14 @@ def test_an_explicit_choice_that_serves_is_reported_in_full() -> None:
 @pytest.mark.parametrize("top", range(len(LEVELS)))
 def test_an_explicit_choice_that_cannot_run_raises_all_its_faults_about_its_own_key(top: int) -> None:
     key = LEVELS[top][0]
-    call = Requirements(head_size=300, num_heads=4, num_kv_heads=4, dtype="float32", kind="cross", mask="boolean")
+    call = Requirements(head_size=300, num_heads=4, num_kv_heads=4, dtype="float32", kind="cross", mask="full")
     with pytest.raises(FaultError) as caught:
         select(ROLE, call, HOPPER, config_of({key: "CUDNN_ATTN"}), Registry(), category=CATEGORY)
     faults = caught.value.faults
     assert {(fault.key, fault.value, fault.origin) for fault in faults} == {(key, "CUDNN_ATTN", f"origin of {key}")}
     rules = " | ".join(fault.rule for fault in faults)
     assert len(faults) == 3
-    assert all(words in rules for words in ("head size 300", "dtype float32", "boolean mask"))
+    assert all(words in rules for words in ("head size 300", "dtype float32", "full mask"))
     assert all("TORCH_SDPA" in fault.remedy for fault in faults)
     assert f"{key}=CUDNN_ATTN: head size 300 is not supported; it takes multiples of 8 up to 128;" in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).faults == faults
@@ -176,8 +178,9 @@ def test_when_nothing_serves_every_candidate_is_listed(entries: dict[str, str]) 
         (CPU, ("TORCH_SDPA", "REFERENCE")),
         (DeviceFacts("cuda"), ("FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA", "REFERENCE")),
         (DeviceFacts("cuda", (8, 9)), ("FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA", "REFERENCE")),
-        (DeviceFacts("cuda", (10, 0)), ("CUDNN_ATTN", "FLASH_ATTN", "TORCH_SDPA", "REFERENCE")),
-        (DeviceFacts("cuda", (12, 0)), ("CUDNN_ATTN", "FLASH_ATTN", "TORCH_SDPA", "REFERENCE")),
+        (DeviceFacts("cuda", (10, 0)), BLACKWELL),
+        (DeviceFacts("cuda", (12, 0)), BLACKWELL),
+        *((DeviceFacts(platform), ("FLASH_ATTN", "TORCH_SDPA", "REFERENCE")) for platform in OTHERS),
     ],
 )
 def test_each_platform_has_its_order(device: DeviceFacts, first: tuple[str, ...]) -> None:
@@ -186,8 +189,8 @@ def test_each_platform_has_its_order(device: DeviceFacts, first: tuple[str, ...]
 
 
 def test_a_platform_without_a_policy_is_a_key_error() -> None:
-    with pytest.raises(KeyError, match="rocm"):
-        priority(DeviceFacts("rocm"))
+    with pytest.raises(KeyError, match="vulkan"):
+        priority(DeviceFacts("vulkan"))
 
 
 def test_the_class_of_a_role_comes_with_the_spec_that_chose_it() -> None:

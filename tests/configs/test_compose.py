@@ -340,7 +340,7 @@ def test_a_role_and_its_child_merge_in_any_order(written: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "rule"),
     [
-        ("{a: {backend: X, b: Y}}", "attention.per_role.a", "both a backend and roles below it (b) for the role a"),
+        ("{a: {backend: X, b: Y}}", "attention.per_role.a", "both a choice and roles below it (b) for the role a"),
         ("{a: {b: {}}}", "attention.per_role.a.b", "empty mapping for the role a.b"),
         ("{a: null}", "attention.per_role.a", "takes the name of a backend"),
         ("{a: 3}", "attention.per_role.a", "takes the name of a backend"),
@@ -489,7 +489,19 @@ _LINE = _TEXT.filter(lambda text: text.strip() and text != "???")
 _COUNT = st.integers(1, 10**6)
 _TIMEOUT = st.floats(min_value=0, max_value=1e6, exclude_min=True)
 _POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-_SPEC = st.builds(AttentionSpec, st.sampled_from(["auto", "TORCH_SDPA", "FLASH_ATTN", "no", "null", "${x"]))
+_OPTION = _TEXT.filter(lambda text: text != "???") | st.sampled_from(["1e3", "-1_0E+5", "no", "010", "${x}"])
+_OPTION |= st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+_FIELD = st.sampled_from(["dtype_qk", "threshold", "backend", "quant", "on"])
+_BLOCK = st.none() | st.dictionaries(_FIELD, _OPTION | st.lists(_OPTION, max_size=3), min_size=1, max_size=3)
+_SPEC = st.builds(
+    AttentionSpec,
+    st.sampled_from(["auto", "TORCH_SDPA", "FLASH_ATTN", "no", "null", "${x", "1e3"]),
+    version=st.none() | st.integers(1, 9),
+    on_unsupported=st.sampled_from(schema.ON_UNSUPPORTED),
+    quant=_BLOCK,
+    skip_softmax=_BLOCK,
+    options=_BLOCK,
+)
 _ROLE = st.lists(st.sampled_from(["self", "cross", "a_b", "1", "on", "x y"]), min_size=1, max_size=3).map(".".join)
 _CONFIGS = st.builds(
     RunConfig,
@@ -514,6 +526,7 @@ _CONFIGS = st.builds(
         per_role=st.dictionaries(_ROLE, _SPEC, max_size=4),
         register=st.just({}),
         origins=st.just({}),
+        agreement=st.sampled_from(schema.AGREEMENTS),
     ),
     parallel=st.builds(schema.ParallelConfig, world_size=st.none() | _COUNT),
     cluster=st.builds(
@@ -544,6 +557,9 @@ def test_a_resolved_configuration_composes_to_itself(tmp_path: Path, config: Run
     again, faults = compose(file=file, environ={BACKEND: "OTHER"})
     assert faults == ()
     assert again == config
+    assert again is not None
+    assert repr(again.attention.default) == repr(config.attention.default)  # 1, 1.0 and True are equal
+    assert repr(again.attention.per_role) == repr(config.attention.per_role)
 
 
 def test_a_configuration_survives_pickling_with_its_origins() -> None:

@@ -80,13 +80,32 @@ def test_two_spellings_of_one_key_with_different_values_are_a_fault_naming_both(
 
 
 @pytest.mark.parametrize("value", ["REFERENCE", "TORCH_SDPA", "auto"])
-@pytest.mark.parametrize("other", ["-ac.backend={}", '-ac={{"default": "{}"}}', "attention.default={}"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "-ac.backend {}",
+        "-ac.default.backend {}",
+        '-ac {{"default": "{}"}}',
+        '-ac {{"backend": "{}", "version": 4}}',
+        "attention.default={}",
+        "attention.default.backend={}",
+        "attention.default={{backend: {}}}",
+    ],
+)
 def test_the_short_option_stands_alone_even_beside_an_equal_default(other: str, value: str) -> None:
-    faults = faults_of("--attention-backend", "REFERENCE", other.format(value))
+    words = other.format(value).split(" ", 1) if other.startswith("-") else [other.format(value)]
+    faults = faults_of("--attention-backend", "REFERENCE", *words)
     fault = next(fault for fault in faults if fault.key == "--attention-backend")
     assert fault.value == "REFERENCE"
-    assert "is short for attention.default" in fault.rule
-    assert attention("--attention-backend", "REFERENCE", "-ac.per_role.self", "TORCH_SDPA").default is not None
+    assert f"mutually exclusive with {other.format(value)}" in fault.rule
+
+
+def test_the_short_option_goes_with_itself_and_with_other_keys() -> None:
+    short = ("--attention-backend", "REFERENCE")
+    assert attention(*short, *short).default == AttentionSpec("REFERENCE")
+    assert attention(*short, "-ac.per_role.self", "TORCH_SDPA").default == AttentionSpec("REFERENCE")
+    both = attention(*short, "-ac.version", "4", "attention.default.options.x=1")
+    assert both.default == AttentionSpec("REFERENCE", version=4, options={"x": 1})
 
 
 @pytest.mark.parametrize(

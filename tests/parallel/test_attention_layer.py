@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backends.interface import AttentionBackend, AttentionMetadata, Variant
+from backends.interface import AttentionBackend, AttentionMetadata, Capabilities, Variant
 from configs.faults import FaultError
 from parallel.attention import Attention
 from parallel.context import AttentionContext, attention_context, current_context
@@ -24,7 +24,7 @@ MASKLESS = {"MASKLESS": f"{__name__}.MasklessBackend"}
 
 
 class MasklessBackend(AttentionBackend):
-    variants = (Variant("maskless", "backends.kernels.torch_sdpa.TorchSdpaImpl", masks=("none",)),)
+    variants = (Variant("maskless", "backends.kernels.torch_sdpa.TorchSdpaImpl", takes=Capabilities(masks=("none",))),)
 
     @staticmethod
     def get_name() -> str:
@@ -82,13 +82,20 @@ def test_fewer_kv_heads_are_taken_if_the_layer_says_so() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_inputs_that_require_gradients_are_refused(which: int) -> None:
-    qkv = [tensor(), tensor(), tensor()]
+def test_inputs_that_require_gradients_are_refused_where_rows_are_exchanged(which: int) -> None:
+    qkv = [tensor(5), tensor(5), tensor(5)]
     qkv[which].requires_grad_()
     with pytest.raises(ValueError, match=r"require gradients; run under torch\.no_grad\(\)"):
-        layer_of()(*qkv)
+        layer_of(FIRST_OF_TWO)(*qkv, plan=plan_sequence(LENGTH, HEADS, 2))
+
+
+def test_inputs_that_require_gradients_are_refused_by_a_backend_without_a_backward_pass() -> None:
+    qkv = [tensor().requires_grad_(), tensor(), tensor()]
+    layer = layer_of(context=context_of(backend="MASKLESS", register=MASKLESS))
+    with pytest.raises(FaultError, match="MASKLESS: differentiation is not supported"):
+        layer(*qkv)
     with torch.no_grad():
-        assert layer_of()(*qkv).shape == qkv[0].shape
+        assert layer(*qkv).shape == qkv[0].shape
 
 
 def test_a_sharded_sequence_without_a_plan_is_refused() -> None:
@@ -133,7 +140,7 @@ def test_a_mask_on_a_backend_that_takes_none_is_refused() -> None:
     layer = layer_of(context=context_of(backend="MASKLESS", register=MASKLESS))
     mask = AttentionMetadata(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool))
     assert layer(tensor(), tensor(), tensor()).shape == (2, LENGTH, HEADS, HEAD_SIZE)
-    with pytest.raises(ValueError, match="MASKLESS takes no mask; choose TORCH_SDPA for self"):
+    with pytest.raises(FaultError, match="MASKLESS: a full mask is not supported; it takes none"):
         layer(tensor(), tensor(), tensor(), mask)
 
 
@@ -143,25 +150,25 @@ def test_a_mask_on_a_backend_that_takes_none_is_refused() -> None:
         torch.zeros(1, 1, LENGTH, LENGTH),
         torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.int64),
         torch.ones(LENGTH, LENGTH, dtype=torch.bool),
-        torch.ones(2, HEADS, LENGTH, LENGTH, dtype=torch.bool),
+        torch.ones(1, 1, 1, LENGTH, LENGTH, dtype=torch.bool),
     ],
 )
 def test_a_mask_of_another_form_is_refused(mask: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a mask is boolean, \[B or 1, 1, Sq or 1, Sk\], not torch\."):
+    with pytest.raises(ValueError, match=r"a mask is boolean, \[B or 1, 1 or H, Sq or 1, Sk\], not torch\."):
         layer_of()(tensor(), tensor(), tensor(), AttentionMetadata(mask))
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 9, 9), (1, 1, 8, 9), (1, 1, 9, 8), (1, 1, 9, 1)])
+@pytest.mark.parametrize("shape", [(3, 1, 9, 9), (1, 1, 8, 9), (1, 1, 9, 8), (1, 1, 9, 1), (1, 3, 9, 9)])
 def test_a_mask_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
     mask = AttentionMetadata(torch.ones(shape, dtype=torch.bool))
-    with pytest.raises(ValueError, match="the call is of batch 2, with 9 query rows and 9 keys"):
+    with pytest.raises(ValueError, match="the call is of batch 2, with 4 heads, 9 query rows and 9 keys"):
         layer_of()(tensor(), tensor(), tensor(), mask)
 
 
 def test_a_mask_of_a_ranks_own_rows_is_refused_before_any_exchange() -> None:
     plan = plan_sequence(LENGTH, HEADS, 2)
     mask = AttentionMetadata(torch.ones(1, 1, 5, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="with 9 query rows and 9 keys"):
+    with pytest.raises(ValueError, match="with 4 heads, 9 query rows and 9 keys"):
         layer_of(FIRST_OF_TWO)(tensor(5), tensor(5), tensor(5), mask, plan=plan)
 
 

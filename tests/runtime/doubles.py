@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,10 @@ from backends.interface import AttentionBackend, AttentionMetadata, Variant
 from backends.kernels.torch_sdpa import TorchSdpaImpl
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
+from parallel.events import Event
 from parallel.plan import ExchangeCounts
 from parallel.transport.torch_dist import TorchTransport
+from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
 
 CALLS_BEFORE_TROUBLE = 20
@@ -124,6 +128,15 @@ class OddFactsRank(Rank):
         if self.spec.rank == self.spec.world_size - 1:
             return DeviceFacts("cuda", (9, 0), packages={"fa3-fwd": "0.0.3"})
         return super().device_facts(registry)
+
+
+class SwappedPathRank(Rank):
+    """The last rank knows another class by the name of a built-in backend."""
+
+    def resolve(self, spec: RankSpec) -> Iterator[Event | Wired]:
+        if spec.rank == spec.world_size - 1:
+            spec = replace(spec, backends={**spec.backends, "REFERENCE": f"{__name__}.RenamedReferenceBackend"})
+        yield from super().resolve(spec)
 
 
 class _IdentityTransport(TorchTransport):

@@ -9,7 +9,8 @@ from typing import Any
 
 import jsonschema
 
-from backends.interface import Rejected, Requirements, Selection
+from backends.requirements import Requirements
+from backends.selection import Rejected, Selection
 from configs.faults import Fault
 from parallel.events import AttentionRan
 

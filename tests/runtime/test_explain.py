@@ -32,8 +32,12 @@ def test_the_answer_names_role_backend_source_and_assumptions() -> None:
         ("cpu", "all", "TORCH_SDPA", []),
         ("cuda:9.0", "flash-attn-4=4.0.0b36", "FLASH_ATTN", []),
         ("cuda:9.0", "here", "CUDNN_ATTN", ["FLASH_ATTN"]),
-        ("cuda:10.0", "all", "CUDNN_ATTN", []),
+        ("cuda:10.0", "all", "CUDNN_ATTN", ["TRTLLM_ATTN"]),
         ("cuda:7.5", "all", "TORCH_SDPA", ["FLASH_ATTN", "CUDNN_ATTN"]),
+        ("rocm:gfx90a", "all", "TORCH_SDPA", ["FLASH_ATTN"]),
+        ("xpu", "here", "TORCH_SDPA", ["FLASH_ATTN"]),
+        ("npu", "here", "TORCH_SDPA", ["FLASH_ATTN"]),
+        ("musa:3.1", "here", "TORCH_SDPA", ["FLASH_ATTN"]),
     ],
 )
 def test_the_platform_decides_for_hardware_that_is_not_here(
@@ -52,11 +56,22 @@ def test_the_platform_decides_for_hardware_that_is_not_here(
         assert all(candidate["faults"] for candidate in entry["rejected"])
 
 
+def test_every_other_backend_is_said_to_serve_too_or_why_not() -> None:
+    plain = raylysses("explain", "--device", "cpu", "attention.default=REFERENCE").out
+    report = json.loads(raylysses("explain", "--json", "--device", "cpu", "attention.default=REFERENCE").out)
+
+    assert "self, cross: would serve too: TORCH_SDPA" in plain
+    assert "self, cross: not FLASH_ATTN: it runs on cuda:" in plain
+    others = {(other["role"], other["backend"]) for other in report["alternatives"]}
+    assert {("self", "TORCH_SDPA"), ("cross", "CUDNN_ATTN")} <= others
+    assert not {("self", "REFERENCE"), ("cross", "REFERENCE")} & others
+
+
 def test_a_choice_that_cannot_serve_is_an_error_beside_the_roles_that_can() -> None:
     outcome = raylysses("explain", "--device", "cpu", "attention.per_role.self=FLASH_ATTN")
 
     assert outcome.code == 2
-    assert "attention.per_role.self=FLASH_ATTN: it runs on cuda devices only" in outcome.err
+    assert "attention.per_role.self=FLASH_ATTN: it runs on cuda:" in outcome.err
     assert "cross" in outcome.out
 
 
@@ -85,7 +100,9 @@ def test_only_the_json_files_of_a_folder_are_read(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--device", "cuda"), "--device=cuda: is not a device"),
-        (("--device", "tpu"), "use cpu, cuda:9.0 (Hopper) or cuda:10.0 (Blackwell)"),
+        (("--device", "tpu"), "use cpu, cuda:9.0 (Hopper), cuda:10.0 (Blackwell), rocm:gfx942, npu, xpu or musa:3.1"),
+        (("--device", "rocm"), "for rocm with a gfx name"),
+        (("--device", "npu:7"), "is not a device"),
         (("--packages", "flash-atn"), "no backend asks for that package"),
     ],
 )
@@ -96,7 +113,7 @@ def test_options_that_mean_nothing_are_refused(arguments: tuple[str, ...], messa
     assert message in outcome.err
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("explain",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("explain",), ("backends",)])
 def test_every_help_has_an_example(command: tuple[str, ...]) -> None:
     outcome = raylysses(*command, "--help")
 

@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from backends.interface import Requirements, Selection
+from backends.requirements import Requirements
+from backends.selection import Selection
 from parallel.plan import Strategy
 from runtime.report import (
     SelectionReport,

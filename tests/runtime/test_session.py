@@ -208,10 +208,40 @@ def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> N
 
     text = str(caught.value)
     assert "TORCH_SDPA/torch" in text
-    assert "FLASH_ATTN/fa3" in text
+    assert "CUDNN_ATTN/cudnn" in text  # the package that it believes to have cannot be imported
     assert "rank 0" in text
     assert "rank 1" in text
     assert caught.value.exit_code == 4
+
+
+def test_ranks_that_choose_differently_settle_on_what_all_can_run_if_they_may() -> None:
+    config = config_of(TINY_WAN, 2, 8, "run.dtype=bfloat16", "attention.agreement=negotiate")
+
+    with Session(config, worker="tests.runtime.doubles.OddFactsRank") as session:
+        session.generate([request_of(config)])
+        report = session.report
+
+    assert report.agreed
+    assert {(entry.backend, entry.source) for entry in report.entries} == {("TORCH_SDPA", "agreed")}
+    rejected = {r["backend"]: r["faults"] for entry in report.entries for r in entry.rejected}
+    assert set(rejected) == {"CUDNN_ATTN"}
+    assert all("rank 0" in fault and "of cpu" in fault for faults in rejected.values() for fault in faults)
+
+
+@pytest.mark.parametrize("agreement", ["require", "negotiate"])
+def test_a_rank_that_was_given_another_class_stops_the_run(agreement: str) -> None:
+    config = config_of(TINY_WAN, 2, 8, f"attention.agreement={agreement}", "attention.default=REFERENCE")
+
+    with (
+        pytest.raises(DisagreementError) as caught,
+        Session(config, worker="tests.runtime.doubles.SwappedPathRank"),
+    ):
+        pass
+
+    text = str(caught.value)
+    assert "REFERENCE/plain" in text
+    assert "REFERENCE/renamed" in text
+    assert "rank 1" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""Whether the package behind a variant can be imported here: what only the process that will run it can find out."""
+
+from __future__ import annotations
+
+import functools
+
+from backends.interface import AttentionBackend, Variant
+from configs.faults import Fault
+
+
+@functools.cache
+def import_faults(backend: type[AttentionBackend], variant: Variant) -> tuple[Fault, ...]:
+    """The fault of a kernel that is installed and cannot be imported; asked once for each, as imports are."""
+    try:
+        backend.get_impl_cls(variant).load()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a missing symbol, library or driver
+        what = " or ".join(variant.distributions) or variant.kernels
+        rule = f"{what} cannot be imported here ({type(error).__name__}: {error})"
+        remedy = f"install it again ({variant.install}), or use TORCH_SDPA" if variant.install else "use TORCH_SDPA"
+        return (Fault("packages", what, rule, remedy),)
+    return ()

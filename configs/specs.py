@@ -1,0 +1,122 @@
+"""Choices of backends out of Python's objects, and out of composed settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from configs.choices import read_choices
+from configs.faults import Fault, FaultError
+from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, RESERVED, is_block, split_spec
+from configs.layers import Setting, Written, gather, setting_of
+from configs.schema import AGREEMENTS, BLOCKS, AttentionConfig, AttentionSpec
+
+_SPEC = "AttentionSpec"
+
+
+def spec_fields(spec: AttentionSpec) -> dict[str, Any]:
+    """The fields of a spec that is being made, checked and copied as plain data; raises `FaultError`."""
+    tree = {name: getattr(spec, name) for name in RESERVED}
+    tree = {name: value for name, value in tree.items() if value is not None or name in ("backend", "on_unsupported")}
+    values = _checked(read_choices((_SPEC,), _choice(tree), None, Written("", literal=True)))
+    return _fields(values)[_SPEC]
+
+
+def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
+    """The fields of a configuration that is being made, likewise, with dotted roles and whole specs.
+
+    backend: what was given as shorthand for `default`.
+    """
+    if backend is None and _is_normal(config):
+        return {"per_role": dict(config.per_role)}
+    written = Written("", literal=True)
+    default = config.default if backend is None else backend
+    per_role = {} if config.per_role is None else _choice(config.per_role)
+    found = [setting_of(AGREEMENT, config.agreement, None, written)]
+    if default is not None:
+        found += read_choices(tuple(DEFAULT.split(".")), _choice(default), None, written)
+    if backend is not None and config.default is not None:
+        rule = "is given as default and as backend, which is short for it"
+        found.append(Fault(DEFAULT, None, rule, "keep one of the two"))
+    found += read_choices(tuple(PER_ROLE.split(".")), per_role, None, written)
+    values = _checked(found)
+    del values[AGREEMENT]
+    specs = assemble(values)
+    return {
+        "default": specs.pop(DEFAULT, None),
+        "per_role": {key.removeprefix(f"{PER_ROLE}."): spec for key, spec in specs.items()},
+    }
+
+
+def assemble(values: Mapping[str, Any]) -> dict[str, AttentionSpec]:
+    """Specs by key (`attention.per_role.cross`) out of the values of canonical keys at and below them.
+
+    None leaves a backend or a version out, and where nothing is left there is no spec.
+    """
+    return {key: AttentionSpec(**fields) for key, fields in _fields(values).items() if fields}
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    specs: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        path, rest = split_spec(key.split("."))
+        fields = specs.setdefault(".".join(path), {})
+        if len(rest) == 2:
+            fields.setdefault(rest[0], {})[rest[1]] = value
+        elif value is not None:
+            fields[rest[0] if rest else "backend"] = value
+    return specs
+
+
+def _checked(found: Iterable[Setting | Fault]) -> dict[str, Any]:
+    layer = gather(found)
+    if layer.faults:
+        raise FaultError(layer.faults)
+    return {key: setting.value for key, setting in layer.settings.items() if key != PER_ROLE and not is_block(key)}
+
+
+def _is_normal(config: AttentionConfig) -> bool:
+    """Whether there is nothing to change, as where `dataclasses.replace` makes one configuration out of another."""
+    return (
+        (config.default is None or isinstance(config.default, AttentionSpec))
+        and isinstance(config.per_role, Mapping)
+        and all(_is_entry(role, spec) for role, spec in config.per_role.items())
+        and config.agreement in AGREEMENTS
+    )
+
+
+def _is_entry(role: Any, spec: Any) -> bool:
+    if not isinstance(role, str) or not isinstance(spec, AttentionSpec):
+        return False
+    return all(name and name not in RESERVED for name in role.split("."))
+
+
+def _choice(value: Any) -> Any:
+    """A choice, or roles with choices, as the tree that a file would give."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, AttentionSpec):
+        return {name: getattr(value, name) for name in RESERVED if name == "backend" or _is_set(value, name)}
+    if isinstance(value, Mapping):
+        return {name: _entry(name, item) for name, item in value.items()}
+    return value
+
+
+def _is_set(spec: AttentionSpec, name: str) -> bool:
+    return bool(getattr(spec, name) != getattr(AttentionSpec, name))
+
+
+def _entry(name: Any, item: Any) -> Any:
+    _, rest = split_spec(name.split(".")) if isinstance(name, str) else ((), ())
+    return _options(item) if rest and rest[0] in BLOCKS else _choice(item)
+
+
+def _options(value: Any) -> Any:
+    """An option block, or a field of one. A dataclass has every field, so that None in it says nothing."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _options({name: item for name, item in dataclasses.asdict(value).items() if item is not None})
+    if isinstance(value, Mapping):
+        return {name: _options(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,33 @@
+"""What one rank's roles get on its own facts, before a model is loaded."""
+
+from __future__ import annotations
+
+from backends.platforms.facts import DeviceFacts
+from backends.probe import import_faults
+from backends.registry import Registry
+from backends.selection import Candidates, RoleKey
+from backends.selector import Selector, resolve_entry
+from parallel.planner import requirements_of
+from runtime.model_folder import read_folder
+from runtime.setup import RankSpec, Row, Wired
+
+
+def resolved_roles(spec: RankSpec, device: DeviceFacts, registry: Registry) -> Wired:
+    """The selections of the model folder's roles, and the candidates of those that are left to the platform. Raises
+    FaultError for a role that nothing serves here.
+    """
+    config = spec.config.attention
+    selector = Selector(device, config, registry, probe=import_faults)
+    rows: list[Row] = []
+    candidates: dict[RoleKey, Candidates] = {}
+    for model, facts in read_folder(spec.config.model.path, weights=False).models.items():
+        for role in facts.roles:
+            strategy, required = requirements_of(
+                role.kind, role.heads, role.kv_heads, role.head_size, spec.dtype, spec.world_size
+            )
+            allowed = role.allow_trtllm_default
+            selection = selector.select(role.role, required, category=role.category, allow_trtllm_default=allowed)
+            rows.append((model, selection, strategy, role.layers))
+            if resolve_entry(role.role, role.category, config).explicit is None:
+                candidates[role.role, required] = selector.candidates(required, allow_trtllm_default=allowed)
+    return Wired(tuple(rows), device, candidates)
