@@ -3,8 +3,8 @@
 Read from `flashinfer-python` 0.7.4 (0.6.18 has the same methods): which of the kernels takes a mask or a soft cap, and
 which head sizes all of them have. `fa2` takes a mask, so that it also serves any window, as one where the kernel has
 none of its own (its own is causal). `cute-dsl` alone takes V in another dtype than Q and K; its kernel for head size
-128 is downloaded when it is first used, or compiled. `cute-dsl` and all kernels on Blackwell have not been run on
-hardware.
+128 is downloaded when it is first used, or compiled. `fa3` and `fa2` were run on H200, in bfloat16 with head sizes 64
+and 128; `cute-dsl` and all kernels on other chips have not been run on hardware.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _takes(masks: tuple[MaskKind, ...], *, window: bool, soft_cap: bool) -> Capa
     )
 
 
-def _variant(name: str, kernels: str, least: str, takes: Capabilities, *chips: str) -> Variant:
+def _variant(
+    name: str, kernels: str, least: str, takes: Capabilities, *chips: str, run_on: tuple[str, ...] = ()
+) -> Variant:
     return Variant(
         name,
         f"backends.kernels.flashinfer_attn.{kernels}",
@@ -59,12 +61,20 @@ def _variant(name: str, kernels: str, least: str, takes: Capabilities, *chips: s
         install=f"pip install '{_PACKAGE}>={least}'",
         at_least=((_PACKAGE, least),),
         takes=takes,
+        run_on=run_on,
     )
 
 
 class FlashinferAttnBackend(AttentionBackend):
     variants = (
-        _variant("fa3", "FlashinferFa3Impl", "0.6.18", _takes(_UNMASKED, window=False, soft_cap=True), "cuda:9.x"),
+        _variant(
+            "fa3",
+            "FlashinferFa3Impl",
+            "0.6.18",
+            _takes(_UNMASKED, window=False, soft_cap=True),
+            "cuda:9.x",
+            run_on=("cuda:9.0",),
+        ),
         _variant(
             "cute-dsl",
             "FlashinferCuteDslImpl",
@@ -81,6 +91,7 @@ class FlashinferAttnBackend(AttentionBackend):
             "cuda:9.x",
             "cuda:10.x",
             "cuda:12.x",
+            run_on=("cuda:9.0",),
         ),
     )
     blocks: ClassVar[Mapping[str, type]] = {"quant": FlashinferQuant}

@@ -1,83 +1,111 @@
-"""Every backend that serves on the GPU at hand, against fp64 softmax attention; needs CUDA devices."""
+"""Every variant that the GPU at hand can run, over the calls that it takes, against fp64 softmax attention."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
-from backends.interface import AttentionMetadata, CallShape, Requirements
+from backends.interface import AttentionMetadata, CallShape, Features, PackedLengths, Requirements, Variant
 from backends.kernels.masking import whole_mask
 from backends.kernels.reference import plain_attention
 from backends.platforms.facts import local_device
 from backends.registry import Registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
+HEADS = 4
 TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}
-CASES = [
-    pytest.param(backend, variant.name, id=f"{backend}-{variant.name}")
-    for backend in Registry().names()
-    for variant in Registry().get_class(backend).variants
-]
+LENGTHS = [(7, 7), (129, 129), (1000, 1000), (175, 512)]
+FEATURES = {
+    "plain": Features(),
+    "key_padding": Features(mask="key_padding"),
+    "full": Features(mask="full"),
+    "per_head": Features(mask="per_head"),
+    "window": Features(window=True),
+    "soft_cap": Features(soft_cap=True),
+    "sinks": Features(sinks=True),
+    "packed": Features(packed=True),
+}
 
 
-def mask_of(kind: str, rows: int, keys: int) -> torch.Tensor | None:
-    """A third of the keys is hidden; of a full mask the first row sees nothing."""
-    if kind == "none":
-        return None
-    generator = torch.Generator("cuda").manual_seed(1)
-    mask = torch.rand(2, 1, rows if kind == "full" else 1, keys, device="cuda", generator=generator) < 0.7
-    mask[..., 0] = True
-    if kind == "full":
-        mask[:, :, 0] = False
-    return mask
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask", ["none", "key_padding", "full"])
-@pytest.mark.parametrize("length", [(7, 7), (129, 129), (1000, 1000), (175, 512)])
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("backend", "variant"), CASES)
-def test_a_variant_that_serves_is_exact(
-    backend: str,
-    variant: str,
-    dtype: str,
-    kv_heads: int,
-    head_size: int,
-    length: tuple[int, int],
-    mask: str,
-    causal: bool,
-) -> None:
-    if causal and length[0] != length[1]:
-        pytest.skip("causal attention has as many queries as keys")
+def cases() -> Iterator[object]:
+    """What the variants of this device take; the rest is refused, which needs no GPU to be tested."""
     registry = Registry()
-    declared = next(v for v in registry.get_class(backend).variants if v.name == variant)
-    required = Requirements(head_size, 4, kv_heads, dtype, "cross", causal, mask)  # type: ignore[arg-type]
-    refused = declared.faults(required, local_device("cuda", registry.distributions()))
-    if refused:
-        pytest.skip(str(refused[0]))
+    device = local_device("cuda", registry.distributions())
+    for name in registry.names():
+        for variant in registry.get_class(name).variants:
+            for dtype, size, kv_heads, causal, features in product(
+                TOLERANCE, (64, 80, 128), (HEADS, HEADS // 2), (False, True), FEATURES
+            ):
+                plain = Requirements(size, HEADS, kv_heads, dtype, "cross", causal)
+                call = plain.carrying(FEATURES[features])
+                if not variant.faults(call, device):
+                    text = f"{name}-{variant.name}-{dtype}-{size}-{kv_heads}-{'causal' if causal else 'all'}-{features}"
+                    yield pytest.param(name, variant, call, features, id=text)
+
+
+def metadata_of(features: str, rows: int, keys: int) -> AttentionMetadata:
+    """What a call with the features carries. Of a full mask the first row sees nothing."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def mask(heads: int, queries: int) -> torch.Tensor:
+        drawn = torch.rand(2, heads, queries, keys, device="cuda", generator=generator) < 0.7
+        drawn[..., 0] = True
+        if queries > 1:
+            drawn[:, :, 0] = False
+        return drawn
+
+    cut = (rows // 3, keys // 3)
+    made = {
+        "plain": AttentionMetadata(),
+        "key_padding": AttentionMetadata(mask(1, 1)),
+        "full": AttentionMetadata(mask(1, rows)),
+        "per_head": AttentionMetadata(mask(HEADS, rows)),
+        "window": AttentionMetadata(window=(5, 3)),
+        "soft_cap": AttentionMetadata(soft_cap=2.0),
+        "sinks": AttentionMetadata(sinks=torch.linspace(-1, 2, HEADS, device="cuda")),
+        "packed": AttentionMetadata(packed=PackedLengths((cut[0], rows - cut[0]), (cut[1], keys - cut[1]))),
+    }
+    return made[features]
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=str)
+@pytest.mark.parametrize(("backend", "variant", "call", "features"), cases())
+def test_a_variant_is_exact_for_every_call_that_it_takes(
+    backend: str, variant: Variant, call: Requirements, features: str, length: tuple[int, int]
+) -> None:
+    rows, keys = length
+    if rows != keys and (call.causal or call.window):
+        rows = keys  # positions are common then
     generator = torch.Generator("cuda").manual_seed(0)
-    kind = getattr(torch, dtype)
+    dtype, size, kv_heads = getattr(torch, call.dtype), call.head_size, call.num_kv_heads
 
-    def draw(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(2, rows, heads, head_size, device="cuda", generator=generator).to(kind)
+    def draw(count: int, heads: int) -> torch.Tensor:
+        return torch.randn(2, count, heads, size, device="cuda", generator=generator).to(dtype)
 
-    query, key, value = draw(length[0], 4), draw(length[1], kv_heads), draw(length[1], kv_heads)
-    metadata = AttentionMetadata(mask_of(mask, *length))
-    impl = registry.get_class(backend).get_impl_cls(declared)(softmax_scale=head_size**-0.5, causal=causal)
+    query, key, value = draw(rows, HEADS), draw(keys, kv_heads), draw(keys, kv_heads)
+    metadata = metadata_of(features, rows, keys)
+    impl = Registry().get_class(backend).get_impl_cls(variant)(softmax_scale=size**-0.5, causal=call.causal)
     impl.load()
-    impl.prepare(query.device, kind)
-    shape = CallShape(2, *length, 4, kv_heads, head_size, metadata.features)
+    impl.prepare(query.device, dtype)
+    shape = CallShape(2, rows, keys, HEADS, kv_heads, size, metadata.features, metadata.packed)
 
     with torch.no_grad():
         out = impl.forward(query, key, value, metadata, impl.plan(shape)).double()
-        allowed = whole_mask(query, key, metadata, causal=causal)
-        exact = plain_attention(query.double(), key.double(), value.double(), scale=head_size**-0.5, mask=allowed)
+        exact = plain_attention(
+            query.double(),
+            key.double(),
+            value.double(),
+            scale=size**-0.5,
+            mask=whole_mask(query, key, metadata, causal=call.causal),
+            soft_cap=metadata.soft_cap,
+            sinks=metadata.sinks,
+        )
 
     assert out.shape == exact.shape
-    assert torch.linalg.vector_norm(out - exact) <= TOLERANCE[dtype] * torch.linalg.vector_norm(exact)
+    assert torch.linalg.vector_norm(out - exact) <= TOLERANCE[call.dtype] * torch.linalg.vector_norm(exact)
