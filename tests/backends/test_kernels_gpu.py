@@ -75,7 +75,7 @@ def metadata_of(features: str, rows: int, keys: int) -> AttentionMetadata:
 
 
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
-@pytest.mark.parametrize(("backend", "variant", "call", "features"), cases())
+@pytest.mark.parametrize(("backend", "variant", "call", "features"), list(cases()))
 def test_a_variant_is_exact_for_every_call_that_it_takes(
     backend: str, variant: Variant, call: Requirements, features: str, length: tuple[int, int]
 ) -> None:
