@@ -6,7 +6,6 @@ masked calls have wrappers of their own; those are planned again for each mask.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ import torch
 
 from backends.interface import AttentionImpl, AttentionMetadata, CallShape
 from backends.kernels.masking import whole_mask, zero_blind_rows
+from backends.kernels.packages import imported
 from backends.kernels.ragged import RaggedCall, offsets, shape_of
 from backends.kernels.workspaces import Place, Recent, Workspace, place_of
 from backends.requirements import Features
@@ -23,11 +23,7 @@ _FP8 = torch.float8_e4m3fn
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8_e4m3": _FP8}
 
 
-@functools.cache
-def _wrapper_class() -> Any:
-    from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-    return BatchPrefillWithRaggedKVCacheWrapper
+_WRAPPER = "flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper"
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def _planned(geometry: Geometry, device: torch.device, mask: torch.Tensor | None
     """A wrapper that is ready to run on the device's current stream."""
 
     def make() -> Any:
-        wrapper = _wrapper_class()(_WORKSPACE.on(device), "NHD", backend=geometry.backend)
+        wrapper = imported(_WRAPPER)(_WORKSPACE.on(device), "NHD", backend=geometry.backend)
         if not geometry.masked:
             _plan(wrapper, geometry, None)
         return wrapper
@@ -94,11 +90,11 @@ class FlashinferImpl(AttentionImpl):
 
     @property
     def kernel(self) -> str:
-        return f"flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper[{self.backend}]"
+        return f"{_WRAPPER}[{self.backend}]"
 
     @classmethod
     def load(cls) -> None:
-        _wrapper_class()
+        imported(_WRAPPER)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype

@@ -112,6 +112,15 @@ class PlacedCall:
         lengths = torch.tensor(call.key_lengths, dtype=torch.int32, device=device)
         return cls(call, offsets(call.query_lengths, device), offsets(call.key_lengths, device), lengths)
 
+    def settings(self) -> dict[str, Any]:
+        """As FlashAttention's ragged functions take it."""
+        return {
+            "cu_seqlens_q": self.query_offsets,
+            "cu_seqlens_k": self.key_offsets,
+            "max_seqlen_q": max(self.call.query_lengths),
+            "max_seqlen_k": max(self.call.key_lengths),
+        }
+
 
 class RaggedImpl(AttentionImpl):
     """A kernel that takes the rows of documents: `plan` lays them out, `attend` computes."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from backends.interface import AttentionMetadata, CallShape
+from backends.kernels.packages import PackageImpl, imported
 from backends.kernels.ragged import PlacedCall, RaggedCall, RaggedImpl
 from backends.kernels.workspaces import Workspace
 
@@ -16,33 +15,20 @@ _WORKSPACE = Workspace(128 << 20)
 _QUANTISED = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-@functools.cache
-def _ragged_attention() -> Callable[..., torch.Tensor]:
-    from flashinfer.prefill import trtllm_ragged_attention_deepseek
-
-    return trtllm_ragged_attention_deepseek  # type: ignore[no-any-return]
+_QUANTISE = "flashinfer.prefill.trtllm_sage_attention_quantize"
 
 
-@functools.cache
-def _quantise() -> Callable[..., tuple[torch.Tensor, ...]]:
-    from flashinfer.prefill import trtllm_sage_attention_quantize
-
-    return trtllm_sage_attention_quantize  # type: ignore[no-any-return]
-
-
-class TrtllmAttnImpl(RaggedImpl):
+class TrtllmAttnImpl(RaggedImpl, PackageImpl):
     """With `quant`, Q and K become int8 or fp8 with a scale for each block of rows, and V fp8 with one for each
     channel (SageAttention). With `skip_softmax`, blocks of keys whose weights stay below the threshold are skipped.
     """
 
-    @property
-    def kernel(self) -> str:
-        return "flashinfer.prefill.trtllm_ragged_attention_deepseek"
+    path = "flashinfer.prefill.trtllm_ragged_attention_deepseek"
 
     @classmethod
     def load(cls) -> None:
-        _ragged_attention()
-        _quantise()
+        super().load()
+        imported(_QUANTISE)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         super().prepare(device, dtype)
@@ -66,7 +52,7 @@ class TrtllmAttnImpl(RaggedImpl):
         if self._dtype_qk is not None:
             query, key, value, scales = self._quantised(query, key, value, placed)
         # Lengths on the host beside those on the device: else the wrapper may ask the device for them.
-        out = _ragged_attention()(
+        out: torch.Tensor = imported(self.path)(
             query=query,
             key=key,
             value=value,
@@ -98,7 +84,7 @@ class TrtllmAttnImpl(RaggedImpl):
         notices and which leaves more of the bits for what differs.
         """
         q_block, k_block = self.options["quant"].block_sizes
-        q, k, v, q_scale, k_scale, v_scale, _ = _quantise()(
+        q, k, v, q_scale, k_scale, v_scale, _ = imported(_QUANTISE)(
             query,
             key,
             value,

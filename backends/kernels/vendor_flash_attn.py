@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from backends.interface import AttentionImpl, AttentionMetadata
-from backends.kernels.flash_attn import first
+from backends.interface import AttentionMetadata
+from backends.kernels.packages import FlashImpl, PackageImpl, first, imported
 from backends.kernels.ragged import PlacedCall, RaggedImpl
-
-
-@functools.cache
-def _aiter() -> Callable[..., Any]:
-    from aiter import flash_attn_func
-
-    return flash_attn_func  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _fusion_attention() -> Callable[..., Any]:
-    from torch_npu import npu_fusion_attention
-
-    return npu_fusion_attention  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _xpu_ragged() -> Callable[..., Any]:
-    from vllm_xpu_kernels.flash_attn_interface import flash_attn_varlen_func
-
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _mate() -> Callable[..., Any]:
-    from flash_attn_interface import flash_attn_func
-
-    return flash_attn_func  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -47,40 +18,24 @@ def _hidden_from_causal(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
-class AiterImpl(AttentionImpl):
+class AiterImpl(FlashImpl):
     """AMD's AITER."""
 
-    @property
-    def kernel(self) -> str:
-        return "aiter.flash_attn_func"
-
-    @classmethod
-    def load(cls) -> None:
-        _aiter()
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
-        plan: Any = None,
-    ) -> torch.Tensor:
-        return first(_aiter()(query, key, value, softmax_scale=self.softmax_scale, causal=self.causal))
+    path = "aiter.flash_attn_func"
 
 
-class NpuFusionImpl(AttentionImpl):
+class MateImpl(FlashImpl):
+    """Moore Threads' MATE, through its wrapper with FlashAttention 3's interface."""
+
+    path = "flash_attn_interface.flash_attn_func"
+
+
+class NpuFusionImpl(PackageImpl):
     """Ascend's fusion attention. Without a mask it computes everything; its sparse mode 2 is causality counted from the
     first row and the first key.
     """
 
-    @property
-    def kernel(self) -> str:
-        return "torch_npu.npu_fusion_attention"
-
-    @classmethod
-    def load(cls) -> None:
-        _fusion_attention()
+    path = "torch_npu.npu_fusion_attention"
 
     def forward(
         self,
@@ -93,22 +48,16 @@ class NpuFusionImpl(AttentionImpl):
         causal: dict[str, Any] = {}
         if self.causal:
             causal = {"atten_mask": _hidden_from_causal(query.device), "sparse_mode": 2}
-        result = _fusion_attention()(
+        result = imported(self.path)(
             query, key, value, head_num=query.shape[2], input_layout="BSND", scale=self.softmax_scale, **causal
         )
         return first(tuple(result))
 
 
-class XpuImpl(RaggedImpl):
+class XpuImpl(RaggedImpl, FlashImpl):
     """vLLM's kernels for Intel GPUs."""
 
-    @property
-    def kernel(self) -> str:
-        return "vllm_xpu_kernels.flash_attn_interface.flash_attn_varlen_func"
-
-    @classmethod
-    def load(cls) -> None:
-        _xpu_ragged()
+    path = "vllm_xpu_kernels.flash_attn_interface.flash_attn_varlen_func"
 
     def attend(
         self,
@@ -118,38 +67,4 @@ class XpuImpl(RaggedImpl):
         placed: PlacedCall,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        return first(
-            _xpu_ragged()(
-                query,
-                key,
-                value,
-                max_seqlen_q=max(placed.call.query_lengths),
-                cu_seqlens_q=placed.query_offsets,
-                max_seqlen_k=max(placed.call.key_lengths),
-                cu_seqlens_k=placed.key_offsets,
-                softmax_scale=self.softmax_scale,
-                causal=self.causal,
-            )
-        )
-
-
-class MateImpl(AttentionImpl):
-    """Moore Threads' MATE, through its wrapper with FlashAttention 3's interface."""
-
-    @property
-    def kernel(self) -> str:
-        return "flash_attn_interface.flash_attn_func"
-
-    @classmethod
-    def load(cls) -> None:
-        _mate()
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
-        plan: Any = None,
-    ) -> torch.Tensor:
-        return first(_mate()(query, key, value, softmax_scale=self.softmax_scale, causal=self.causal))
+        return first(imported(self.path)(query, key, value, **placed.settings(), **self.settings(metadata)))

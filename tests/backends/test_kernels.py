@@ -12,9 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from backends.interface import AttentionImpl, AttentionMetadata
-from backends.kernels import flash_attn, torch_sdpa
+from backends.kernels import torch_sdpa
 from backends.kernels.cudnn_attn import CudnnAttnImpl
 from backends.kernels.flash_attn import FlashAttn3Impl, FlashAttn4Impl
+from backends.kernels.packages import imported
 from backends.kernels.reference import ReferenceImpl
 from backends.kernels.torch_sdpa import TorchSdpaImpl
 from tests.exact import TOLERANCE, attention64, random_qkv, relative_error
@@ -214,12 +215,10 @@ def flash_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
         wheel = SimpleNamespace(flash_attn_func=function)
         for module in ("fa3_fwd_interface", "flash_attn", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, module, wheel)  # type: ignore[arg-type]
-        for cached in (flash_attn._flash_attn_3, flash_attn._flash_attn_4):
-            cached.cache_clear()
+        imported.cache_clear()
 
     yield put
-    for cached in (flash_attn._flash_attn_3, flash_attn._flash_attn_4):
-        cached.cache_clear()
+    imported.cache_clear()
 
 
 @pytest.mark.parametrize(

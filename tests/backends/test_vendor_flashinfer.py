@@ -20,6 +20,7 @@ from backends.kernels.flashinfer_attn import (
     FlashinferImpl,
 )
 from backends.kernels.masking import whole_mask
+from backends.kernels.packages import imported
 from backends.kernels.reference import plain_attention
 from tests.backends.vendor_doubles import RaggedWrapper, put
 from tests.exact import random_qkv, relative_error
@@ -39,10 +40,10 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RaggedWrapper]]:
     monkeypatch.setattr(RaggedWrapper, "made", made, raising=False)
     prefill = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=RaggedWrapper)
     put(monkeypatch, flashinfer=SimpleNamespace(prefill=prefill), flashinfer__prefill=prefill)
-    for clear in (flashinfer_attn._wrapper_class.cache_clear, flashinfer_attn._WRAPPERS.clear):
+    for clear in (imported.cache_clear, flashinfer_attn._WRAPPERS.clear):
         clear()
     yield made
-    for clear in (flashinfer_attn._wrapper_class.cache_clear, flashinfer_attn._WRAPPERS.clear):
+    for clear in (imported.cache_clear, flashinfer_attn._WRAPPERS.clear):
         clear()
 
 

@@ -12,8 +12,8 @@ import torch
 
 from backends.declared.trtllm_attn import SkipSoftmax, TrtllmQuant
 from backends.interface import AttentionMetadata, CallShape, PackedLengths
-from backends.kernels import trtllm_attn
 from backends.kernels.masking import whole_mask
+from backends.kernels.packages import imported
 from backends.kernels.reference import plain_attention
 from backends.kernels.trtllm_attn import TrtllmAttnImpl
 from tests.backends.vendor_doubles import Trtllm, put
@@ -29,12 +29,9 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trtllm]:
     double = Trtllm()
     put(monkeypatch, flashinfer=SimpleNamespace(prefill=double), flashinfer__prefill=double)
-    cached = (trtllm_attn._ragged_attention, trtllm_attn._quantise)
-    for function in cached:
-        function.cache_clear()
+    imported.cache_clear()
     yield double
-    for function in cached:
-        function.cache_clear()
+    imported.cache_clear()
 
 
 def draw(batch: int, rows: int, keys: int, heads: int = 4, kv_heads: int = 2) -> QKV:
