@@ -142,7 +142,7 @@ class Attention(torch.nn.Module):
         self.rules.check(query, key, value, metadata, plan)
         seen: QueryKeyValue = (query, key, value)
         if self.strategy == "ulysses" and plan is not None:
-            mine = of_heads(metadata, plan.heads[self.rules.rank])
+            mine = of_heads(metadata, plan.heads.query[self.rules.rank])
             out, seen = ulysses_attention(seen, partial(self._compute, mine), plan, self.context.transport)
         else:
             out = self._compute(metadata, query, key, value)

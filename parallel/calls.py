@@ -97,6 +97,11 @@ class CallRules:
                 f"{self.name}: {query.shape[1]} query rows, {key.shape[1]} key rows, {self.num_heads} heads at hand; "
                 f"the plan gives this rank {mine} rows of {plan.num_heads} heads"
             )
+        if plan.heads.num_kv_heads != self.num_kv_heads:
+            raise ValueError(
+                f"{self.name}: the layer has {self.num_kv_heads} KV heads, and the plan {plan.heads.num_kv_heads}; "
+                f"make it with kv_heads={self.num_kv_heads}"
+            )
         return plan
 
     def _check_metadata(self, metadata: AttentionMetadata, batch: int, rows: int, keys: int) -> None:

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from configs.faults import Fault, FaultError
-
 Strategy = Literal["local", "ulysses"]
-QKV = 3
 
 
 def split(length: int, parts: int) -> tuple[range, ...]:
@@ -25,13 +22,66 @@ def usable_world_sizes(heads: int, limit: int | None = None) -> tuple[int, ...]:
     return tuple(size for size in range(1, top + 1) if heads % size == 0)
 
 
-def head_fault(heads: int, world_size: int, origin: str = "") -> Fault | None:
-    """The fault of a number of ranks that does not divide the heads; None if it does."""
-    if heads % world_size == 0:
-        return None
-    usable = tuple(map(str, usable_world_sizes(heads)))
-    rule = f"{world_size} ranks do not divide the model's {heads} attention heads"
-    return Fault("parallel.world_size", world_size, rule, f"use {' or '.join(usable)}", usable, origin)
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each rank of a Ulysses group computes.
+
+    query[r] and kv[r] are half-open ranges of global head indices. Query head i always reads KV head i // (H // Hkv),
+    so a KV head that several ranks need stands in each of their ranges (replication), never padded. A rank may have
+    none. group: H // Hkv.
+    """
+
+    query: tuple[range, ...]
+    kv: tuple[range, ...]
+    group: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.query[-1].stop
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have equally many heads, and no KV head goes to two: one strided copy packs them."""
+        sizes = {(len(query), len(kv)) for query, kv in zip(self.query, self.kv, strict=True)}
+        return len(sizes) == 1 and sum(map(len, self.kv)) == self.num_kv_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads // self.group
+
+    def heads_at(self, rank: int) -> int:
+        """Heads that a rank gets of Q, K and V together: what it costs to send it one row."""
+        return len(self.query[rank]) + 2 * len(self.kv[rank])
+
+    def kv_of(self, rank: int) -> tuple[int, ...] | None:
+        """For each query head of a rank, which of its KV heads it reads; None where a kernel works it out itself, as
+        the rank's query heads are whole groups or lie within one.
+        """
+        mine, first = self.query[rank], self.kv[rank].start
+        reads = tuple(head // self.group - first for head in mine)
+        kernel_reads = len(mine) // max(len(self.kv[rank]), 1)
+        if not reads or reads == tuple(i // kernel_reads for i in range(len(mine))):
+            return None
+        return reads
+
+    @property
+    def expands(self) -> bool:
+        """Whether some rank's KV heads have to be repeated for its kernel; then those of all are, to be alike."""
+        return any(self.kv_of(rank) is not None for rank in range(len(self.query)))
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Query and KV heads as the kernel of the busiest rank gets them."""
+        rank = max(range(len(self.query)), key=lambda r: len(self.query[r]))
+        return len(self.query[rank]), len(self.query[rank]) if self.expands else len(self.kv[rank])
+
+
+def split_heads(heads: int, kv_heads: int, world_size: int) -> HeadSplit:
+    """Heads over ranks, as evenly as can be; whole KV groups where the ranks divide the KV heads."""
+    group = heads // kv_heads
+    query = split(heads, world_size)
+    kv = tuple(range(q.start // group, -(-q.stop // group)) if q else range(0, 0) for q in query)
+    return HeadSplit(query, kv, group)
 
 
 @dataclass(frozen=True)
@@ -51,12 +101,12 @@ class ExchangeCounts:
 class ShardPlan:
     """How one stream's rows and one layer's heads lie over the ranks.
 
-    rows[r]: the rows of the sequence that rank r holds outside attention. heads[r]: the heads that rank r computes
-    inside it. Every rank derives the same plan from the global length, so no sizes are ever exchanged.
+    rows[r]: the rows of the sequence that rank r holds outside attention. heads: those that each rank computes inside
+    it. Every rank derives the same plan from the global length, so no sizes are ever exchanged.
     """
 
     rows: tuple[range, ...]
-    heads: tuple[range, ...]
+    heads: HeadSplit
 
     @property
     def world_size(self) -> int:
@@ -68,24 +118,24 @@ class ShardPlan:
 
     @property
     def num_heads(self) -> int:
-        return self.heads[-1].stop
+        return self.heads.num_heads
 
     def scatter_heads(self, rank: int) -> ExchangeCounts:
         """Packed Q, K and V: my rows of everybody's heads against everybody's rows of my heads; in (row, head)
         pairs.
         """
-        mine, my_heads = len(self.rows[rank]), len(self.heads[rank])
+        mine = len(self.rows[rank])
         return ExchangeCounts(
-            tuple(QKV * mine * len(heads) for heads in self.heads),
-            tuple(QKV * len(rows) * my_heads for rows in self.rows),
+            tuple(mine * self.heads.heads_at(other) for other in range(self.world_size)),
+            tuple(len(rows) * self.heads.heads_at(rank) for rows in self.rows),
         )
 
     def gather_heads(self, rank: int) -> ExchangeCounts:
         """The output on its way back; in (row, head) pairs."""
-        mine, my_heads = len(self.rows[rank]), len(self.heads[rank])
+        mine, my_heads = len(self.rows[rank]), len(self.heads.query[rank])
         return ExchangeCounts(
             tuple(len(rows) * my_heads for rows in self.rows),
-            tuple(mine * len(heads) for heads in self.heads),
+            tuple(mine * len(heads) for heads in self.heads.query),
         )
 
     def gather_rows(self, rank: int) -> ExchangeCounts:
@@ -97,17 +147,14 @@ class ShardPlan:
         """(row, head) pairs that leave a rank in one attention call: Q, K and V on the way in, the output on the way
         back.
         """
-        mine, my_heads = len(self.rows[rank]), len(self.heads[rank])
-        return QKV * mine * (self.num_heads - my_heads) + (self.length - mine) * my_heads
+        there, back = self.scatter_heads(rank).sends, self.gather_heads(rank).sends
+        return sum(there) - there[rank] + sum(back) - back[rank]
 
     def sent_rows(self, rank: int) -> int:
         """Rows that leave a rank in one gathering of rows."""
         return len(self.rows[rank]) * (self.world_size - 1)
 
 
-def plan_sequence(length: int, heads: int, world_size: int) -> ShardPlan:
-    """The plan of a sharded sequence. Raises FaultError if the ranks do not divide the heads."""
-    fault = head_fault(heads, world_size)
-    if fault is not None:
-        raise FaultError([fault])
-    return ShardPlan(split(length, world_size), split(heads, world_size))
+def plan_sequence(length: int, heads: int, world_size: int, kv_heads: int | None = None) -> ShardPlan:
+    """The plan of a sharded sequence. heads, kv_heads: of the whole layer; kv_heads divide heads."""
+    return ShardPlan(split(length, world_size), split_heads(heads, kv_heads or heads, world_size))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backends.requirements import Kind, Requirements
 from configs.faults import Fault, FaultError
-from parallel.plan import Strategy, head_fault
+from parallel.plan import Strategy, split_heads
 
 
 def choose_strategy(kind: Kind, world_size: int, *, skip_sequence_parallel: bool = False) -> Strategy:
@@ -34,23 +34,21 @@ def requirements_of(
     value_head_size: int | None = None,
     skip_sequence_parallel: bool = False,
 ) -> tuple[Strategy, Requirements]:
-    """The strategy of a call and the shapes that its backend sees: all heads when local, H/P of them under Ulysses.
+    """The strategy of a call and the shapes that its backend sees: all heads when local, those of the busiest rank
+    under Ulysses, so that all ranks ask alike.
 
     Raises FaultError for what no strategy serves.
     """
     strategy = choose_strategy(kind, world_size, skip_sequence_parallel=skip_sequence_parallel)
-    if strategy == "ulysses" and heads != kv_heads:
-        rule = f"{heads} query heads on {kv_heads} KV heads cannot be exchanged in one packet"
-        raise FaultError([Fault("num_kv_heads", kv_heads, rule, "use one rank, or as many KV heads as query heads")])
     if strategy == "ulysses" and value_head_size not in (None, head_size):
         rule = f"a head size of V ({value_head_size}) other than that of Q and K cannot be exchanged in one packet"
         raise FaultError([Fault("value_head_size", value_head_size, rule, "use one rank")])
     if causal and kind == "cross" and world_size > 1 and not skip_sequence_parallel:
         rule = "causal cross-attention counts from the first query row, and a rank holds others"
         raise FaultError([Fault("causal", causal, rule, "use one rank")])
-    fault = head_fault(heads, world_size) if strategy == "ulysses" else None
-    if fault is not None:
-        raise FaultError([fault])
-    share = world_size if strategy == "ulysses" else 1
-    required = Requirements(head_size, heads // share, kv_heads // share, dtype, kind, causal)
+    if heads % kv_heads:
+        rule = f"{heads} query heads are no multiple of {kv_heads} KV heads"
+        raise FaultError([Fault("num_kv_heads", kv_heads, rule, "give a number that divides the query heads")])
+    mine = split_heads(heads, kv_heads, world_size).largest if strategy == "ulysses" else (heads, kv_heads)
+    required = Requirements(head_size, *mine, dtype, kind, causal)
     return strategy, replace(required, value_head_size=None if value_head_size == head_size else value_head_size)

@@ -17,7 +17,7 @@ from backends.selection import Selection
 from backends.selector import Selector, resolve_entry
 from configs.faults import Fault, FaultError, unknown_name_remedy
 from configs.schema import AUTO, AttentionConfig, RunConfig
-from parallel.plan import Strategy, head_fault
+from parallel.plan import Strategy
 from parallel.planner import requirements_of
 from runtime.model_folder import FolderFacts
 from runtime.requests import Request
@@ -172,11 +172,6 @@ def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
         reason = getattr(error, "strerror", None) or error
         return None, [Fault("generate.image", path, f"it cannot be read ({reason})", "give a whole PNG or JPEG file")]
     return content, []
-
-
-def world_size_faults(world_size: int, folder: FolderFacts) -> list[Fault]:
-    faults = [head_fault(model.heads, world_size) for model in folder.models.values()]
-    return list(dict.fromkeys(fault for fault in faults if fault is not None))
 
 
 def select_roles(

@@ -11,7 +11,7 @@ from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
 from runtime import ray_api
-from runtime.check import name_faults, raise_if_any, request_faults, select_roles, settle_dtype, world_size_faults
+from runtime.check import name_faults, raise_if_any, request_faults, select_roles, settle_dtype
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
 from runtime.model_folder import FolderFacts, read_folder
@@ -46,8 +46,6 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
         rule = "the folder's scheduler has no flow shift"
         faults.append(Fault("generate.flow_shift", config.generate.flow_shift, rule, "leave it at null"))
     faults += [fault for request in requests for fault in request_faults(request, folder)]
-    if config.parallel.world_size is not None:
-        faults += world_size_faults(config.parallel.world_size, folder)
     if is_local(config):
         told = {(fault.key, fault.rule) for fault in faults}
         faults += [fault for fault in _local_faults(config, folder, registry) if (fault.key, fault.rule) not in told]
@@ -64,8 +62,6 @@ def _local_faults(config: RunConfig, folder: FolderFacts, registry: Registry) ->
         remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
         raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
     dtype = settle_dtype(config, device.platform)
-    if world_size_faults(world_size, folder):
-        world_size = 1  # that fault is told already; what each role gets can be said all the same
     return select_roles(config.attention, folder, device, dtype, world_size, registry)[1]
 
 
@@ -82,7 +78,6 @@ def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground
     if fault is not None:
         raise PlacementError([fault])
     dtype = settle_dtype(config, platform)
-    raise_if_any(world_size_faults(world_size, folder))
     raise_if_any(select_roles(config.attention, folder, device, dtype, world_size, registry)[1])
     return Ground(device, world_size, dtype, nodes)
 

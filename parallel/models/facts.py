@@ -25,14 +25,15 @@ class RoleFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """patch: latent frames, rows and columns of one token. axis_limit: how many tokens an axis of the video may
-    have.
+    """patch: latent frames, rows and columns of one token. axis_limit: how many tokens an axis of the video may have.
+    kv_heads: of self-attention, where they are fewer than its query heads.
     """
 
     roles: tuple[RoleFacts, ...]
     heads: int
     patch: tuple[int, int, int]
     axis_limit: int
+    kv_heads: int | None = None
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """The sequence length of a latent of so many frames, rows and columns."""

@@ -104,7 +104,7 @@ class ShardedModel:
             ForwardFacts(self.forwards, self.name, batch, length, self.facts.heads, dtype, self._selections),
             mesh,
         )
-        self.plan = plan_sequence(length, self.facts.heads, mesh.world_size)
+        self.plan = plan_sequence(length, self.facts.heads, mesh.world_size, self.facts.kv_heads)
         self.rows = len(self.plan.rows[mesh.rank])
         if mesh.world_size > 1:
             self._count_planned(self.plan, batch, latent.element_size())

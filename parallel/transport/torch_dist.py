@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel.events import Traffic
 from parallel.mesh import Mesh
-from parallel.plan import QKV, ExchangeCounts, ShardPlan
+from parallel.plan import ExchangeCounts, HeadSplit, ShardPlan
 
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -36,27 +36,35 @@ class TorchTransport:
     def scatter_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan
     ) -> QueryKeyValue:
-        """My rows of all heads, three times [B, S_r, H, D], to all rows of my heads, three times [B, S, H/P, D]. One
-        exchange.
-        """
-        batch, rows, heads, size = query.shape
-        ranks, share = plan.world_size, heads // plan.world_size
-        send = query.new_empty(ranks, rows, batch, QKV, share, size)
-        for index, tensor in enumerate((query, key, value)):
-            send[:, :, :, index].copy_(tensor.view(batch, rows, ranks, share, size).permute(2, 1, 0, 3, 4))
+        """My rows of all heads, [B, S_r, H, D] and twice [B, S_r, Hkv, D], to all rows of my heads. One exchange."""
+        batch, _, _, size = query.shape
+        heads = plan.heads
+        for tensor, count in ((query, heads.num_heads), (key, heads.num_kv_heads), (value, heads.num_kv_heads)):
+            expected = (batch, len(plan.rows[self.mesh.rank]), count, size)
+            if tensor.shape != expected:
+                raise ValueError(f"scatter_heads: {tuple(tensor.shape)} at hand, the plan has {expected}")
         counts = plan.scatter_heads(self.mesh.rank).times(batch * size)
-        received = self._exchange("scatter_heads", send.view(-1), counts)
-        full = received.view(plan.length, batch, QKV, share, size)
-        return full[:, :, 0].transpose(0, 1), full[:, :, 1].transpose(0, 1), full[:, :, 2].transpose(0, 1)
+        send = query.new_empty(sum(counts.sends))
+        (_pack_evenly if heads.even else _pack)(send, (query, key, value), heads, counts)
+        received = self._exchange("scatter_heads", send, counts)
+        full = received.view(plan.length, batch, heads.heads_at(self.mesh.rank), size).transpose(0, 1)
+        q, kv = len(heads.query[self.mesh.rank]), len(heads.kv[self.mesh.rank])
+        return full[:, :, :q], full[:, :, q : q + kv], full[:, :, q + kv :]
 
     def gather_heads(self, out: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-        """All rows of my heads, [B, S, H/P, D], back to my rows of all heads, [B, S_r, H, D]. One exchange."""
-        batch, _, share, size = out.shape
+        """All rows of my heads, [B, S, H_r, D], back to my rows of all heads, [B, S_r, H, D]. One exchange."""
+        batch, _, _, size = out.shape
         rows = len(plan.rows[self.mesh.rank])
         counts = plan.gather_heads(self.mesh.rank).times(batch * size)
         received = self._exchange("gather_heads", out.transpose(0, 1).contiguous().view(-1), counts)
-        by_rank = received.view(plan.world_size, rows, batch, share, size)
-        return by_rank.permute(2, 1, 0, 3, 4).reshape(batch, rows, plan.num_heads, size)
+        if plan.heads.even:
+            evenly = received.view(plan.world_size, rows, batch, plan.num_heads // plan.world_size, size)
+            return evenly.permute(2, 1, 0, 3, 4).reshape(batch, rows, plan.num_heads, size)
+        by_rank = [
+            block.view(rows, batch, len(heads), size)
+            for block, heads in zip(torch.split(received, list(counts.receives)), plan.heads.query, strict=True)
+        ]
+        return torch.cat(by_rank, dim=2).transpose(0, 1)
 
     def gather_rows(self, rows: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
         """My rows [B, S_r, C] to all rows [B, S, C], on every rank. One exchange, exact for unequal shards."""
@@ -81,3 +89,24 @@ class TorchTransport:
         self._calls[verb] += 1
         self._bytes[verb] += (sum(counts.sends) - counts.sends[self.mesh.rank]) * send.element_size()
         return received
+
+
+def _pack_evenly(send: torch.Tensor, qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> None:
+    """The blocks of all ranks, [rows, B, Q heads then K heads then V heads, D] each, one copy for each tensor."""
+    batch, rows, _, size = qkv[0].shape
+    ranks, at = len(heads.query), 0
+    blocks = send.view(ranks, rows, batch, heads.heads_at(0), size)
+    for tensor in qkv:
+        share = tensor.shape[2] // ranks
+        blocks[:, :, :, at : at + share] = tensor.view(batch, rows, ranks, share, size).permute(2, 1, 0, 3, 4)
+        at += share
+
+
+def _pack(send: torch.Tensor, qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> None:
+    """The same blocks where ranks have other numbers of heads, or share KV heads."""
+    batch, rows, _, size = qkv[0].shape
+    for rank, flat in enumerate(torch.split(send, list(counts.sends))):
+        block, at = flat.view(rows, batch, heads.heads_at(rank), size), 0
+        for tensor, mine in zip(qkv, (heads.query[rank], heads.kv[rank], heads.kv[rank]), strict=True):
+            block[:, :, at : at + len(mine)] = tensor[:, :, mine.start : mine.stop].transpose(0, 1)
+            at += len(mine)

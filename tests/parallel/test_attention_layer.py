@@ -177,11 +177,6 @@ def test_joint_attention_is_refused_at_construction() -> None:
         layer_of(kind="joint")
 
 
-def test_heads_that_the_ranks_do_not_divide_are_refused_at_construction() -> None:
-    with pytest.raises(FaultError, match="3 ranks do not divide the model's 4 attention heads; use 1 or 2 or 4"):
-        layer_of(Mesh(0, 3, CPU))
-
-
 def test_a_backend_that_cannot_serve_is_refused_at_construction() -> None:
     with pytest.raises(FaultError, match=r"attention\.default=FLASH_ATTN"):
         layer_of(context=context_of(backend="FLASH_ATTN"))

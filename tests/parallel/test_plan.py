@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.faults import FaultError
-from parallel.plan import QKV, ExchangeCounts, ShardPlan, head_fault, plan_sequence, split, usable_world_sizes
+from parallel.plan import ExchangeCounts, ShardPlan, plan_sequence, split, split_heads, usable_world_sizes
 
 PLANS = st.builds(
-    lambda length, world_size, share: plan_sequence(length, world_size * share, world_size),
+    lambda length, world_size, kv_heads, group: plan_sequence(length, kv_heads * group, world_size, kv_heads),
     st.integers(0, 500),
     st.integers(1, 12),
-    st.integers(1, 8),
+    st.integers(1, 20),
+    st.integers(1, 4),
 )
 VERBS = ("scatter_heads", "gather_heads", "gather_rows")
 
@@ -43,9 +43,8 @@ def test_splits_that_are_written_by_hand() -> None:
 @given(plan=PLANS)
 def test_rows_and_heads_are_partitioned_without_padding(plan: ShardPlan) -> None:
     assert [row for rows in plan.rows for row in rows] == list(range(plan.length))
-    assert [head for heads in plan.heads for head in heads] == list(range(plan.num_heads))
-    assert len(plan.rows) == len(plan.heads) == plan.world_size
-    assert len({len(heads) for heads in plan.heads}) == 1
+    assert [head for heads in plan.heads.query for head in heads] == list(range(plan.num_heads))
+    assert len(plan.rows) == len(plan.heads.query) == len(plan.heads.kv) == plan.world_size
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -60,15 +59,15 @@ def test_what_one_rank_sends_another_expects(verb: str, plan: ShardPlan) -> None
 @given(plan=PLANS)
 def test_an_exchange_moves_every_item_of_the_layer_once(plan: ShardPlan) -> None:
     for rank in range(plan.world_size):
-        rows, heads = len(plan.rows[rank]), len(plan.heads[rank])
+        rows, heads = len(plan.rows[rank]), len(plan.heads.query[rank])
         scatter, gather, whole = plan.scatter_heads(rank), plan.gather_heads(rank), plan.gather_rows(rank)
-        assert sum(scatter.sends) == QKV * rows * plan.num_heads
-        assert sum(scatter.receives) == QKV * plan.length * heads
+        replicated = sum(map(len, plan.heads.kv))
+        assert sum(scatter.sends) == rows * (plan.num_heads + 2 * replicated)
+        assert sum(scatter.receives) == plan.length * (heads + 2 * len(plan.heads.kv[rank]))
         assert sum(gather.sends) == plan.length * heads
         assert sum(gather.receives) == rows * plan.num_heads
         assert whole.sends == (rows,) * plan.world_size
         assert sum(whole.receives) == plan.length
-        assert tuple(QKV * count for count in gather.receives) == scatter.sends
 
 
 @given(plan=PLANS)
@@ -97,7 +96,7 @@ def test_counts_scale(plan: ShardPlan, factor: int) -> None:
 def test_fewer_rows_than_ranks_leave_some_ranks_without_rows_but_not_without_heads() -> None:
     plan = plan_sequence(2, 8, 4)
     assert [len(rows) for rows in plan.rows] == [1, 1, 0, 0]
-    assert [len(heads) for heads in plan.heads] == [2, 2, 2, 2]
+    assert [len(heads) for heads in plan.heads.query] == [2, 2, 2, 2]
     assert plan.scatter_heads(3) == ExchangeCounts((0, 0, 0, 0), (6, 6, 0, 0))
     assert plan.gather_heads(3) == ExchangeCounts((2, 2, 0, 0), (0, 0, 0, 0))
     assert plan.gather_rows(3) == ExchangeCounts((0, 0, 0, 0), (1, 1, 0, 0))
@@ -119,25 +118,43 @@ def test_the_usable_numbers_of_ranks_are_the_divisors_of_the_heads(heads: int, l
     usable = usable_world_sizes(heads, limit)
     top = heads if limit is None else limit
     assert usable == tuple(size for size in range(1, 129) if heads % size == 0 and size <= top)
-    for size in range(1, 130):
-        assert (head_fault(heads, size) is None) == (size in usable_world_sizes(heads))
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_that_do() -> None:
-    fault = head_fault(12, 5, "command line")
-    assert fault is not None
-    assert str(fault) == (
-        "parallel.world_size=5: 5 ranks do not divide the model's 12 attention heads; "
-        "use 1 or 2 or 3 or 4 or 6 or 12 [command line]"
-    )
-    assert fault.allowed == ("1", "2", "3", "4", "6", "12")
-    with pytest.raises(FaultError) as caught:
-        plan_sequence(100, 12, 5)
-    assert caught.value.faults == (head_fault(12, 5),)
+@given(group=st.integers(1, 8), kv_heads=st.integers(1, 12), world_size=st.integers(1, 12))
+def test_every_query_head_is_computed_once_and_meets_its_own_kv_head(
+    group: int, kv_heads: int, world_size: int
+) -> None:
+    heads = split_heads(group * kv_heads, kv_heads, world_size)
+    assert [head for mine in heads.query for head in mine] == list(range(group * kv_heads))
+    sizes = [len(mine) for mine in heads.query]
+    assert max(sizes) - min(sizes) <= 1
+    for rank, (mine, kv) in enumerate(zip(heads.query, heads.kv, strict=True)):
+        needed = sorted({head // group for head in mine})
+        assert list(kv) == needed  # no KV head travels to a rank that does not read it
+        reads = heads.kv_of(rank)
+        ratio = max(len(mine) // max(len(kv), 1), 1)
+        local = reads if reads is not None else tuple(i // ratio for i in range(len(mine)))
+        assert [kv.start + index for index in local] == [head // group for head in mine]
+    largest = heads.largest
+    assert largest[0] == max(sizes)
+    assert largest[0] % largest[1] == 0
+
+
+def test_head_splits_that_are_written_by_hand() -> None:
+    assert split_heads(12, 12, 5).query == (range(0, 3), range(3, 6), range(6, 8), range(8, 10), range(10, 12))
+    many = split_heads(8, 2, 3)  # the second rank has heads of both groups
+    assert many.kv == (range(0, 1), range(0, 2), range(1, 2))
+    assert (many.kv_of(0), many.kv_of(1), many.kv_of(2)) == (None, (0, 1, 1), None)
+    assert (many.expands, many.largest) == (True, (3, 3))
+    one = split_heads(8, 1, 4)
+    assert one.kv == (range(0, 1),) * 4
+    assert (one.expands, one.largest) == (False, (2, 1))
+    few = split_heads(2, 2, 3)
+    assert few.query == few.kv == (range(0, 1), range(1, 2), range(2, 2))
 
 
 @given(plan=PLANS)
 def test_a_plan_is_a_value(plan: ShardPlan) -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert plan_sequence(plan.length, plan.num_heads, plan.world_size) == plan
-    assert hash(plan) == hash(plan_sequence(plan.length, plan.num_heads, plan.world_size))
+    again = plan_sequence(plan.length, plan.num_heads, plan.world_size, plan.heads.num_kv_heads)
+    assert (again, hash(again)) == (plan, hash(plan))

@@ -46,20 +46,27 @@ def test_fewer_kv_heads_are_served_where_nothing_is_exchanged() -> None:
         assert (strategy, required.num_heads, required.num_kv_heads) == ("local", 8, 2)
 
 
-def test_fewer_kv_heads_are_refused_where_heads_are_exchanged() -> None:
-    with pytest.raises(FaultError) as caught:
-        requirements_of("self", 8, 2, 64, "float32", 2)
-    (fault,) = caught.value.faults
-    assert (fault.key, fault.value) == ("num_kv_heads", 2)
-    assert fault.rule.startswith("8 query heads on 2 KV heads")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world_size", "seen"),
+    [
+        (8, 2, 2, (4, 1)),  # whole groups
+        (8, 2, 4, (2, 1)),  # parts of groups
+        (8, 2, 3, (3, 3)),  # a rank with heads of two groups: each query head gets a KV head of its own
+        (5, 5, 3, (2, 2)),
+        (2, 2, 4, (1, 1)),
+        (7, 1, 4, (2, 1)),
+    ],
+)
+def test_a_backend_is_asked_for_the_heads_of_the_busiest_rank(
+    heads: int, kv_heads: int, world_size: int, seen: tuple[int, int]
+) -> None:
+    strategy, required = requirements_of("self", heads, kv_heads, 64, "float32", world_size)
+    assert (strategy, required.num_heads, required.num_kv_heads) == ("ulysses", *seen)
 
 
-def test_heads_that_the_ranks_do_not_divide_are_refused_with_the_usable_numbers() -> None:
-    with pytest.raises(FaultError) as caught:
-        requirements_of("self", 4, 4, 64, "float32", 3)
-    (fault,) = caught.value.faults
-    assert (fault.key, fault.value, fault.remedy) == ("parallel.world_size", 3, "use 1 or 2 or 4")
-    assert requirements_of("cross", 4, 4, 64, "float32", 3)[0] == "local"
+def test_kv_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
+    with pytest.raises(FaultError, match="8 query heads are no multiple of 3 KV heads"):
+        requirements_of("self", 8, 3, 64, "float32", 2)
 
 
 def test_causal_cross_attention_is_refused_on_ranks_that_hold_part_of_the_rows() -> None:

@@ -14,7 +14,7 @@ from parallel.events import AttentionRan, Traffic
 from parallel.mesh import Mesh
 from parallel.plan import plan_sequence
 from tests.exact import SAME_BACKEND, TOLERANCE, attention64, random_qkv, relative_error
-from tests.parallel.layers import ONE_RANK, collecting, context_of, rows_of
+from tests.parallel.layers import CPU, ONE_RANK, collecting, context_of, rows_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ray
@@ -95,6 +95,58 @@ def test_masks_and_causality_hold_on_the_whole_sequence(
     blind = (exact == 0).all(dim=-1)
     assert bool(blind.any()) or mask_kind != "blind"
     assert torch.equal(out[blind], torch.zeros_like(out[blind]))
+
+
+def grouped_attention(mesh: Mesh, length: int, heads: tuple[int, int], backend: str, causal: bool) -> torch.Tensor:
+    plan = plan_sequence(length, heads[0], mesh.world_size, heads[1])
+    query, key, value = random_qkv(2, length, length, *heads, HEAD_SIZE, torch.float32)
+    context = context_of(mesh, backend=backend)
+    layer = Attention(
+        heads[0], HEAD_SIZE, role="self", kind="self", num_kv_heads=heads[1], causal=causal, context=context
+    )
+    metadata = AttentionMetadata(per_head_mask(heads[0], length))
+    mine = [rows_of(tensor, plan, mesh.rank) for tensor in (query, key, value)]
+    return layer(mine[0], mine[1], mine[2], metadata, plan=plan)
+
+
+def per_head_mask(heads: int, length: int) -> torch.Tensor:
+    mask = torch.rand(1, heads, length, length, generator=torch.Generator().manual_seed(6)) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@by_backend
+@pytest.mark.parametrize("heads", [(5, 5), (2, 2), (1, 1), (8, 2), (6, 3), (7, 1), (12, 4), (9, 3)], ids=str)
+@pytest.mark.parametrize("length", [2, 45])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_number_of_heads_and_kv_heads_is_exact_on_any_number_of_ranks(
+    gloo_ranks: GlooRanks, world_size: int, backend: str, heads: tuple[int, int], length: int, causal: bool
+) -> None:
+    out = torch.cat(gloo_ranks(world_size).run(grouped_attention, length, heads, backend, causal), dim=1)
+    query, key, value = random_qkv(2, length, length, *heads, HEAD_SIZE, torch.float32)
+    wide = [tensor.repeat_interleave(heads[0] // heads[1], dim=2) for tensor in (key, value)]
+    mask = per_head_mask(heads[0], length)
+    exact = torch.cat(
+        [
+            attention64(
+                *(tensor[:, :, head : head + 1] for tensor in (query, *wide)),
+                scale=HEAD_SIZE**-0.5,
+                causal=causal,
+                mask=mask[:, head : head + 1],
+            )
+            for head in range(heads[0])
+        ],
+        dim=2,
+    )
+    assert relative_error(out, exact) <= TOLERANCE[torch.float32]
+
+
+def test_a_plan_of_other_kv_heads_is_refused() -> None:
+    layer = Attention(4, HEAD_SIZE, role="self", kind="self", num_kv_heads=2, context=context_of(Mesh(0, 2, CPU)))
+    query, key, value = random_qkv(1, 5, 5, 4, 2, HEAD_SIZE, torch.float32)
+    with pytest.raises(ValueError, match=r"make it with kv_heads=2"):
+        layer(query, key, value, plan=plan_sequence(10, 4, 2))
 
 
 @on_ranks

@@ -19,7 +19,7 @@ from parallel.models import describe, family_of, wan
 from parallel.models.sharding import ShardedModel
 from parallel.plan import plan_sequence
 from tests.exact import relative_error
-from tests.parallel.layers import CPU, ONE_RANK, collecting, context_of
+from tests.parallel.layers import ONE_RANK, collecting, context_of
 from tests.ranks import Ranks
 from tests.wan_folders import SPECS
 from wan_folder import TINY_WAN, WanFolderSpec, build
@@ -263,16 +263,6 @@ def test_a_transformer_of_another_class_is_refused_with_the_nearest() -> None:
         describe({"_class_name": "WanTransformer2DModel"})
     with pytest.raises(FaultError, match=r"model\.path=None"):
         describe({})
-
-
-def test_heads_that_the_ranks_do_not_divide_are_refused_when_the_model_is_wired(
-    transformers: Callable[[str], Path],
-) -> None:
-    model = load(transformers("2.1-t2v"))
-    with pytest.raises(FaultError) as caught:
-        wan.wire(model, context_of(Mesh(0, 3, CPU)), "transformer")
-    (fault,) = caught.value.faults
-    assert (fault.key, fault.value, fault.remedy) == ("parallel.world_size", 3, "use 1 or 2 or 4")
 
 
 def test_a_backend_that_cannot_serve_is_refused_when_the_model_is_wired(transformers: Callable[[str], Path]) -> None:

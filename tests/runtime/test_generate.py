@@ -26,10 +26,10 @@ ODD_SIZE = ("generate.frames=17", "generate.height=112", "generate.width=80", f"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Run folders of one request over 1, 2 and 4 ranks; 2 and 4 do not divide its 175 tokens."""
+    """Run folders of one request over 1, 2 and 3 ranks; 2 and 3 do not divide its 175 tokens, 3 not its 4 heads."""
     root = tmp_path_factory.mktemp("runs")
     folders = {}
-    for world_size in (1, 2, 4):
+    for world_size in (1, 2, 3):
         folder = root / str(world_size)
         outputs = "run.outputs=[video,frames]" if world_size == 2 else "run.outputs=[]"
         settings = (*ODD_SIZE, outputs, f"parallel.world_size={world_size}", "run.save_latents=true", "run.seed=7")
@@ -45,7 +45,7 @@ def latents(folder: Path) -> np.ndarray:
     return load_file(folder / "latents.safetensors")["latents"].astype(np.float64)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_latents_do_not_depend_on_the_number_of_ranks(runs: dict[int, Path], world_size: int) -> None:
     alone, shared = latents(runs[1]), latents(runs[world_size])
 
@@ -53,7 +53,7 @@ def test_latents_do_not_depend_on_the_number_of_ranks(runs: dict[int, Path], wor
     assert np.linalg.norm(shared - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_each_rank_holds_its_rows_and_computes_its_heads(runs: dict[int, Path], world_size: int) -> None:
     for rank, rows in enumerate(split(TOKENS, world_size)):
         ran = [event for event in events(runs[world_size], rank) if event["event"] == "attention_ran"]
@@ -63,19 +63,19 @@ def test_each_rank_holds_its_rows_and_computes_its_heads(runs: dict[int, Path], 
             shapes = event["shapes"]
             assert shapes["query_rows"] == [1, len(rows), HEADS, HEAD_SIZE]
             if event["role"] == "self":
-                assert shapes["query"] == shapes["key"] == [1, TOKENS, HEADS // world_size, HEAD_SIZE]
+                heads = len(split(HEADS, world_size)[rank])
+                assert shapes["query"] == shapes["key"] == [1, TOKENS, heads, HEAD_SIZE]
             else:
                 assert shapes["query"] == [1, len(rows), HEADS, HEAD_SIZE]
                 assert shapes["key"] == [1, TEXT, HEADS, HEAD_SIZE]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_are_those_of_the_plan(runs: dict[int, Path], world_size: int) -> None:
     (request,) = summary(runs[world_size])["requests"]
-    share = HEADS // world_size
     width = 4 * 16  # what the model's last projection gives for one token: a patch of 4 latents of 16 channels
     for rank, rows in enumerate(split(TOKENS, world_size)):
-        mine = len(rows)
+        mine, share = len(rows), len(split(HEADS, world_size)[rank])
         calls = LAYERS * FORWARDS
         expected = {
             "scatter_heads": {"calls": calls, "bytes_sent": calls * 3 * mine * (HEADS - share) * HEAD_SIZE * 4},
@@ -87,7 +87,7 @@ def test_collectives_are_those_of_the_plan(runs: dict[int, Path], world_size: in
         assert request["rows"][str(rank)] == {"transformer": mine}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_report_says_what_every_rank_ran_and_why(runs: dict[int, Path], world_size: int) -> None:
     report = selection(runs[world_size])
     by_role = {entry["role"]: entry for entry in report["entries"]}

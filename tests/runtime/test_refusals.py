@@ -28,7 +28,6 @@ def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
         ("attention.per_role.self=TORCH_SPDA", "did you mean TORCH_SDPA?"),
         ("model=tiny-wam", "did you mean tiny-wan?"),
         ("attention.per_role.self=FLASH_ATTN", "musa:3.1 only, and this is cpu; use TORCH_SDPA"),
-        ("parallel.world_size=3", "3 ranks do not divide the model's 4 attention heads; use 1 or 2 or 4"),
         ("generate.frames=16", "a video has 4n + 1 frames; use 13 or 17"),
         ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
         ("model.path=no/such/folder", "there is no such folder"),
@@ -53,11 +52,11 @@ def test_a_wrong_setting_is_refused_before_anything_starts(setting: str, message
 
 def test_faults_of_settings_image_folder_and_backends_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    settings = ("attention.per_role.self=FLASH_ATTN", "attention.per_role.cros=auto", "parallel.world_size=3")
+    settings = ("attention.per_role.self=FLASH_ATTN", "attention.per_role.cros=auto")
     outcome = refuse(*settings, "generate.frames=3", f"generate.image={tmp_path}/cut.png", "run.device=cpu")
 
     assert outcome.code == 2
-    for key in ("attention.per_role.self", "attention.per_role.cros", "parallel.world_size", "generate.frames"):
+    for key in ("attention.per_role.self", "attention.per_role.cros", "generate.frames"):
         assert outcome.err.count(f"error: {key}=") == 1, outcome.err
     assert "generate.image" in outcome.err
 
