@@ -131,6 +131,23 @@ class AttentionImpl(ABC):
         plan: Any = None,
     ) -> torch.Tensor: ...
 
+    def forward_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and the natural logarithm of the sum of the exponentials of each row's logits: [B, H, Sq] in fp32,
+        in fp64 for fp64 inputs.
+
+        Logits are the scores, scaled and capped, of the keys that the row may look at, and the head's sink if there are
+        sinks: whoever merges parts of the keys gives the sinks to one part alone. A row without logits has minus
+        infinity, and zeros as output. Variants that declare `lse` have it; of others it raises TypeError.
+        """
+        raise TypeError(f"{self.kernel} returns no log-sum-exp: use a backend that declares lse, such as REFERENCE")
+
 
 Probe = Callable[["type[AttentionBackend]", Variant], Iterable[Fault]]
 """Whether a variant's package can be imported here, which a declaration cannot know (`backends.probe`)."""

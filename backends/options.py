@@ -79,7 +79,9 @@ def ownerless_faults(spec: AttentionSpec, place: Place, owners: Owners) -> list[
 
 def _foreign(block: str, backend: str, place: Place, owners: Owners) -> Fault:
     takers = owners.owners(block)
-    rule = f"{backend} takes no {block}" if backend != AUTO else f"{block} belongs to a backend, and none is named"
+    rule = (
+        f"{backend} takes no block {block}" if backend != AUTO else f"{block} belongs to a backend, and none is named"
+    )
     belongs = f"; it belongs to {' and '.join(takers)}" if takers else "; no backend takes it"
     remedy = f"leave it out, or use {' or '.join(takers)}" if takers else "leave it out"
     return place.fault(block, None, rule + belongs, remedy, takers)

@@ -21,6 +21,9 @@ class DiffusionAttentionBackendEnum(enum.Enum):
     FLASH_ATTN = "backends.declared.flash_attn.FlashAttnBackend"
     FLASHINFER_ATTN = "backends.declared.flashinfer_attn.FlashinferAttnBackend"
     TRTLLM_ATTN = "backends.declared.trtllm_attn.TrtllmAttnBackend"
+    SAGE_ATTN = "backends.declared.sage_attn.SageAttnBackend"
+    SAGE_ATTN_3 = "backends.declared.sage_attn_3.SageAttn3Backend"
+    FLEX_ATTENTION = "backends.declared.flex_attention.FlexAttentionBackend"
 
 
 _BUILT_IN = {member.name: member.value for member in DiffusionAttentionBackendEnum}

@@ -55,6 +55,8 @@ class FaultError(Exception):
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> tuple[str, ...]:
     """Up to `count` of `known` that look like `name`, best first; case does not matter."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
+    if name.casefold() in by_folded:
+        return (by_folded[name.casefold()],)
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.6)
     return tuple(by_folded[match] for match in matches)
 

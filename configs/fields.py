@@ -120,8 +120,12 @@ def check_value(key: str, value: Any, source: str) -> Any:
         return _class_path(value, source)
     if key in _CHECKS:
         return _CHECKS[key](value, source)
-    _, rest = split_spec(key.split("."))
-    return _SPEC_CHECKS.get(rest[0] if rest else "backend", _option)(value, source)
+    path, rest = split_spec(key.split("."))
+    checked = _SPEC_CHECKS.get(rest[0] if rest else "backend", _option)(value, source)
+    meant = nearest(path[-1], RESERVED, count=1)
+    if isinstance(checked, Refusal) and not rest and meant:  # `self.verison=3` reads as a role
+        return Refusal(checked.rule, f"did you mean {'.'.join(path[:-1])}.{meant[0]}?")
+    return checked
 
 
 def split_spec(path: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -21,6 +21,7 @@ from configs.overrides import ORIGIN, Override, parse_override, quote
 from configs.trees import canonical_key, flatten
 
 BACKEND_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
+ENVIRONMENT = f"environment variable {BACKEND_VARIABLE}"
 DEFAULT_PRESET = "tiny-wan"
 
 _PRESETS = Path(__file__).parent / "model"
@@ -51,8 +52,8 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
         return Layer({}, ())
     checked = check_value(DEFAULT, value, value)
     if isinstance(checked, Refusal):
-        return Layer({}, (Fault(BACKEND_VARIABLE, value, checked.rule, checked.remedy, origin="environment"),))
-    return Layer({DEFAULT: Setting(DEFAULT, checked, value, "environment", f"{BACKEND_VARIABLE}={value}")}, ())
+        return Layer({}, (Fault(BACKEND_VARIABLE, value, checked.rule, checked.remedy, origin=ENVIRONMENT),))
+    return Layer({DEFAULT: Setting(DEFAULT, checked, value, ENVIRONMENT, f"{BACKEND_VARIABLE}={value}")}, ())
 
 
 def command_line_layer(arguments: Sequence[str]) -> Layer:

@@ -15,8 +15,10 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.selection import Selection
 from backends.selector import Selector, resolve_entry
-from configs.faults import Fault, FaultError, unknown_name_remedy
-from configs.schema import AUTO, AttentionConfig, RunConfig
+from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
+from configs.fields import RESERVED
+from configs.schema import AUTO, AttentionConfig, AttentionSpec, RunConfig
+from configs.sources import ENVIRONMENT
 from parallel.plan import Strategy
 from parallel.planner import requirements_of
 from runtime.model_folder import FolderFacts
@@ -51,7 +53,7 @@ def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry
         key = f"attention.per_role.{role}"
         if role not in known:
             rule = f"the model has no role {role!r}; its roles are {', '.join(sorted(roles))}"
-            remedy = unknown_name_remedy(role, known)
+            remedy = _role_remedy(role, known)
             found.append(Fault(key, spec.backend, rule, remedy, known, config.origins.get(key, "")))
         found += _backend_name_faults(key, spec.backend, config, registry)
     if config.default is not None:
@@ -62,7 +64,14 @@ def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry
         except FaultError as error:
             found += error.faults
     found += _option_faults(config, registry)
-    return found or _unused_entries(config, folder, known)
+    return found or _unused_entries(config, folder)
+
+
+def _role_remedy(role: str, known: tuple[str, ...]) -> str:
+    """`did you mean cross?`, or the key of a choice that was misspelled as a role: `self.verison`."""
+    parent, _, last = role.rpartition(".")
+    meant = nearest(last, RESERVED, count=1) if parent in known else ()
+    return f"did you mean attention.per_role.{parent}.{meant[0]}?" if meant else unknown_name_remedy(role, known)
 
 
 def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
@@ -83,18 +92,18 @@ def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
     return found
 
 
-def _unused_entries(config: AttentionConfig, folder: FolderFacts, known: tuple[str, ...]) -> list[Fault]:
+def _unused_entries(config: AttentionConfig, folder: FolderFacts) -> list[Fault]:
     """Choices that no role of the model falls back to. The environment's is a last resort: it may be unused."""
     roles = {(role.role, role.category) for model in folder.models.values() for role in model.roles}
     used = {resolve_entry(role, category, config).key for role, category in roles}
     found = []
     for key in (*(f"attention.per_role.{role}" for role in config.per_role), "attention.default"):
         origin = config.origins.get(key, "")
-        if key in used or origin == "environment" or (key == "attention.default" and config.default is None):
-            continue
         spec = config.default if key == "attention.default" else config.per_role[key.split(".", 2)[2]]
+        if key in used or spec in (None, AttentionSpec(AUTO)) or origin == ENVIRONMENT:
+            continue
         rule = "no role of the model falls back to it, as each has a nearer choice"
-        found.append(Fault(key, spec.backend if spec else None, rule, "leave it out", known, origin))
+        found.append(Fault(key, spec.backend if spec else None, rule, "leave it out", (), origin))
     return found
 
 
@@ -102,7 +111,8 @@ def _backend_name_faults(key: str, name: str, config: AttentionConfig, registry:
     if name == AUTO or name in registry.names():
         return []
     known = (AUTO, *registry.names())
-    remedy = unknown_name_remedy(name, known)
+    close = unknown_name_remedy(name, known)
+    remedy = f"{close}{' Or' if close.endswith('?') else ', or'} add attention.register.{name}=package.module.Class"
     return [Fault(key, name, "no backend has that name", remedy, known, config.origins.get(key, ""))]
 
 

@@ -107,7 +107,7 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
     help="here, or a device: cpu, cuda:9.0, rocm:gfx942, npu, xpu, musa:3.1.",
     show_default=True,
 )
-@click.option("--packages", default="here", help="here, all, or NAME=VERSION,...", show_default=True)
+@click.option("--packages", default="here", help="here, all, none, or NAME=VERSION,...", show_default=True)
 @click.option("--prompt", help="Not needed; taken so that a `generate` line can be asked about as it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/selection.schema.json).")
 @_configuration_options
@@ -230,7 +230,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"Try: {error.ctx.command_path if error.ctx else 'raylysses'} --help", file=sys.stderr)
         return FaultError.exit_code
     except (RankError, DisagreementError, StallError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n  ".join((f"error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return error.exit_code
     except TerminatedError as error:
         print(f"error: stopped by signal {error.signum}; the ranks were stopped", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any
 from backends.platforms.facts import ANY_VERSION, DeviceFacts, installed, local_device, local_gpus, parse_device
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
-from configs.schema import RunConfig
+from configs.schema import AUTO, RunConfig
 from parallel.plan import usable_world_sizes
 from runtime.check import RoleSelection, name_faults, raise_if_any, select_roles, settle_dtype
 from runtime.model_folder import read_folder
@@ -68,8 +68,8 @@ class Explanation:
 
 
 def explain(config: RunConfig, device: str = "here", packages: str = "here") -> Explanation:
-    """The selections of a configuration. device: `here`, or as `parse_device` takes it; packages: `here`, `all` or
-    `NAME=VERSION,...`.
+    """The selections of a configuration. device: `here`, or as `parse_device` takes it; packages: `here`, `all`, `none`
+    or `NAME=VERSION,...`.
 
     Raises FaultError for a configuration, a model folder or an option that cannot be read.
     """
@@ -107,10 +107,16 @@ def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, regist
 def assumed_device(config: RunConfig, device: str, packages: str, registry: Registry) -> DeviceFacts:
     """The facts that `--device` and `--packages` state. Raises FaultError for what they cannot mean."""
     known = registry.distributions()
-    versions = installed(known) if packages in ("here", "all") else _parse_packages(packages, known)
-    if device != "here":
-        return parse_device(device, versions, packages == "all")
+    versions = {} if packages == "none" else installed(known)
+    if packages not in ("here", "all", "none"):
+        versions = _parse_packages(packages, known)
     wanted = config.run.device
+    if device != "here":
+        facts = parse_device(device, versions, packages == "all")
+        if wanted not in (AUTO, facts.platform):
+            rule = f"is not the platform of --device {device}"
+            raise FaultError([Fault("run.device", wanted, rule, "leave one of the two out")])
+        return facts
     platform = ("cuda" if local_gpus() else "cpu") if wanted == "auto" else wanted
     facts = local_device(platform, known)
     return replace(facts, packages=versions, all_packages=packages == "all")
@@ -123,7 +129,7 @@ def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:
         name = name.strip().replace("_", "-").lower()
         if name not in known:
             rule = "no backend asks for that package"
-            remedy = f"use here, all, or NAME=VERSION with a name out of {', '.join(known)}"
+            remedy = f"use here, all, none, or NAME=VERSION with a name out of {', '.join(known)}"
             raise FaultError([Fault("--packages", part, rule, remedy, known)])
         found[name] = version or ANY_VERSION
     return found

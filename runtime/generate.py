@@ -81,7 +81,8 @@ class _Recorder(Observer):
         )
         self.folder.write_selection(session.report)
         if isinstance(error, RankError) and error.trouble.traceback:
-            self.folder.write_traceback(error.trouble.place.rank, error.trouble.traceback)
+            path = self.folder.write_traceback(error.trouble.place.rank, error.trouble.traceback)
+            error.add_note(f"its traceback is in {path}")
 
     @property
     def elapsed_s(self) -> float:

@@ -7,7 +7,7 @@ docs/selection.schema.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -233,7 +233,7 @@ def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
         source = f"{entry.source}: {entry.key}" if entry.key else entry.source
         cells = (
             entry.role,
-            f"{entry.backend} ({entry.variant})",
+            f"{entry.backend} ({', '.join((entry.variant, *_option_words(entry.options)))})",
             f"{source} [{entry.origin}]" if entry.origin else source,
             entry.strategy,
             str(entry.layers),
@@ -242,6 +242,11 @@ def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
         )
         rows.append((entry.model, *cells) if _several_models(report) else cells)
     return rows
+
+
+def _option_words(options: Mapping[str, Any]) -> Iterator[str]:
+    """`quant.dtype_qk=int8` for each field that is set."""
+    return (f"{block}.{name}={value}" for block, fields in options.items() for name, value in fields.items())
 
 
 def note_lines(report: SelectionReport) -> list[str]:

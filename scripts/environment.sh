@@ -16,7 +16,7 @@ else
     echo "PYTHON=: no Python 3.11 or newer is on the path; name one: PYTHON=/path/to/python bash $0" >&2
     exit 3
   fi
-  echo "Making a virtual environment in $folder with $("$base" --version); the first time takes some minutes"
+  echo "Making a virtual environment in $folder with $("$base" --version); this takes some minutes"
   rm -rf "$folder"
   "$base" -m venv "$folder"
   python=$folder/bin/python

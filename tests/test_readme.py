@@ -41,6 +41,16 @@ def test_the_explain_command_answers() -> None:
     assert "FLASH_ATTN (fa3)" in outcome.out
 
 
+def test_the_yaml_example_is_taken(tmp_path: Path) -> None:
+    (example,) = [block for language, block in BLOCKS if language == "yaml"]
+    (tmp_path / "my.yaml").write_text(example)
+
+    outcome = raylysses("explain", "--config", str(tmp_path / "my.yaml"), "--device", "cuda:9.0", "--packages", "all")
+
+    assert outcome.code == 0, outcome.err
+    assert "FLASH_ATTN (fa3)" in outcome.out
+
+
 def test_the_commands_name_keys_and_presets_that_exist() -> None:
     settings = [word for words in commands() for word in words if re.match(r"[a-z_.]+=", word)]
     known = {*known_keys(), "model"}

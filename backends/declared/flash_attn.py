@@ -5,9 +5,12 @@ What each package takes is read from it: `fa3-fwd` 0.0.3 is built without fp16, 
 2.8.3 takes windows and soft caps, which came with 2.3 and 2.6; `amd-aiter` 0.1.7 drops a window of no keys, so no
 window is asked of it; `torch-npu` 2.14 by its documentation; of `vllm-xpu-kernels` 0.1.16 the head sizes that are
 compiled in, without a window, since it computes others in plain torch; of MATE's `flash_attn_3` the documentation of
-its repository. On Hopper FlashAttention 3 comes first: it has the higher throughput there. FlashAttention 2, that on
-Blackwell, and those of other vendors than NVIDIA have not been run on hardware.
+its repository. The log-sum-exp comes with `return_attn_probs` of `fa3-fwd` and `flash-attn`, and with `return_lse` of
+`flash-attn-4`, which 4.0.0b18 has too. On Hopper FlashAttention 3 comes first: it has the higher throughput there.
+FlashAttention 2, that on Blackwell, and those of other vendors than NVIDIA have not been run on hardware.
 """
+
+from dataclasses import replace
 
 from backends.interface import AttentionBackend, Capabilities, HeadSizes, Variant
 
@@ -16,6 +19,7 @@ _VENDORS = "backends.kernels.vendor_flash_attn"
 _INSTALL_FA4 = "pip install 'flash-attn-4>=4.0.0b18'"
 _HALVES = ("bfloat16", "float16")
 _TO_256 = Capabilities(causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 256), masks=("none",))
+_TO_256_LSE = replace(_TO_256, lse=True)
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -26,9 +30,7 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:9.0",),
             distributions=("fa3-fwd",),
             install="pip install fa3-fwd",
-            takes=Capabilities(
-                causal=True, grouped=True, dtypes=("bfloat16",), head_sizes=HeadSizes(8, 256), masks=("none",)
-            ),
+            takes=replace(_TO_256_LSE, dtypes=("bfloat16",)),
             version=3,
             run_on=("cuda:9.0",),
         ),
@@ -38,7 +40,7 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:9.0",),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
-            takes=_TO_256,
+            takes=_TO_256_LSE,
             version=4,
             run_on=("cuda:9.0",),
         ),
@@ -48,9 +50,7 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:10.x", "cuda:11.x"),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
-            takes=Capabilities(
-                causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 128, (256,)), masks=("none",)
-            ),
+            takes=replace(_TO_256_LSE, head_sizes=HeadSizes(8, 128, (256,))),
             version=4,
         ),
         Variant(
@@ -60,16 +60,7 @@ class FlashAttnBackend(AttentionBackend):
             distributions=("flash-attn",),
             install="pip install 'flash-attn>=2.6'",
             at_least=(("flash-attn", "2.6"),),
-            takes=Capabilities(
-                causal=True,
-                grouped=True,
-                dtypes=_HALVES,
-                head_sizes=HeadSizes(8, 256),
-                masks=("none",),
-                window=True,
-                soft_cap=True,
-                packed=True,
-            ),
+            takes=replace(_TO_256_LSE, window=True, soft_cap=True, packed=True),
             version=2,
         ),
         Variant(

@@ -47,6 +47,7 @@ def _takes(masks: tuple[MaskKind, ...], *, window: bool, soft_cap: bool) -> Capa
         window=window,
         soft_cap=soft_cap,
         packed=True,
+        lse=True,
     )
 
 

@@ -18,6 +18,7 @@ class ReferenceBackend(AttentionBackend):
                 soft_cap=True,
                 sinks=True,
                 packed=True,
+                lse=True,
                 gradient=True,
             ),
             compilation="traceable",

@@ -1,20 +1,22 @@
 """FlashInfer's ragged prefill (`BatchPrefillWithRaggedKVCacheWrapper`), with the kernels of one of its backends.
 
 A wrapper is planned for a geometry, and then serves every layer that has it. It cannot go back from a mask to none, so
-masked calls have wrappers of their own; those are planned again for each mask.
+masked calls have wrappers of their own; those are planned again for each mask. The log-sum-exp of the kernels is
+[rows, H] in fp32, to the base 2.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from backends.interface import AttentionImpl, AttentionMetadata, CallShape
-from backends.kernels.masking import whole_mask, zero_blind_rows
+from backends.kernels.masking import blind_lse, whole_mask, zero_blind_rows
 from backends.kernels.packages import imported
-from backends.kernels.ragged import RaggedCall, offsets, shape_of
+from backends.kernels.ragged import RaggedCall, nothing_with_lse, offsets, shape_of
 from backends.kernels.workspaces import Place, Recent, Workspace, place_of
 from backends.requirements import Features
 
@@ -81,6 +83,22 @@ def _plan(wrapper: Any, geometry: Geometry, mask: torch.Tensor | None) -> None:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A planned wrapper and what it is to run on. scale: [H, D], for the result."""
+
+    wrapper: Any
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    call: RaggedCall
+    mask: torch.Tensor | None
+    scale: torch.Tensor | None
+    dtype: torch.dtype
+
+    def output(self, rows: torch.Tensor) -> torch.Tensor:
+        scaled = rows if self.scale is None else rows * self.scale
+        return zero_blind_rows(self.call.all_rows(scaled.to(self.dtype)), self.mask)
+
+
 class FlashinferImpl(AttentionImpl):
     """backend: the name under which the wrapper has the kernels."""
 
@@ -117,19 +135,40 @@ class FlashinferImpl(AttentionImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> torch.Tensor:
+        ready = self._ready(query, key, value, metadata, plan)
+        return torch.zeros_like(query) if ready is None else ready.output(ready.wrapper.run(*ready.qkv))
+
+    def forward_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ready = self._ready(query, key, value, metadata, plan)
+        if ready is None:
+            return nothing_with_lse(query)
+        rows, lse = ready.wrapper.run(*ready.qkv, return_lse=True)
+        natural = ready.call.all_rows(lse * math.log(2), float("-inf")).transpose(1, 2)
+        return ready.output(rows), blind_lse(natural, ready.mask)
+
+    def _ready(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata, plan: Any
+    ) -> _Ready | None:
+        """None if no document takes part."""
         shape = shape_of(query, key, metadata)
         call: RaggedCall = RaggedCall.of(shape) if plan is None else plan
         if not call.taking_part:
-            return torch.zeros_like(query)
+            return None
         geometry = self._geometry(call, shape, metadata, query.dtype)
         mask = self._mask(call, query, key, metadata) if geometry.masked else None
         entries = None if mask is None else call.mask_entries(mask)
         v, scale = self._value(call.key_rows(value))
         q, k = call.query_rows(query).to(geometry.dtype), call.key_rows(key).to(geometry.dtype)
-        rows = _planned(geometry, query.device, entries).run(q, k, v)
         if scale is not None:
-            rows = rows * scale.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
-        return zero_blind_rows(call.all_rows(rows.to(query.dtype)), mask)
+            scale = scale.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
+        return _Ready(_planned(geometry, query.device, entries), (q, k, v), call, mask, scale, query.dtype)
 
     def _geometry(
         self, call: RaggedCall, shape: CallShape, metadata: AttentionMetadata, dtype: torch.dtype

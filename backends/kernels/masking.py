@@ -64,3 +64,8 @@ def zero_blind_rows(out: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
         return out
     blind = ~mask.any(dim=-1).transpose(1, 2)  # [B or 1, Sq or 1, H or 1]
     return out.masked_fill(blind[..., None], 0)
+
+
+def blind_lse(lse: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Minus infinity for the rows of lse [B, H, Sq] that may look at nothing."""
+    return lse if mask is None else lse.masked_fill(~mask.any(dim=-1), float("-inf"))

@@ -52,6 +52,11 @@ class RaggedCall:
         """[B, Sk, Hkv, D] -> [keys, Hkv, D], contiguous."""
         return self._rows(tensor, self.key)
 
+    def rows(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query_rows(query), self.key_rows(key), self.key_rows(value)
+
     def _rows(self, tensor: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
         rows = tensor.flatten(0, 1)
         if len(self.taking_part) == len(lengths):
@@ -59,10 +64,10 @@ class RaggedCall:
         documents = _split(rows, lengths)
         return torch.cat([documents[index] for index in self.taking_part])
 
-    def all_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, H, D] -> [B, Sq, H, D]."""
+    def all_rows(self, rows: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """[rows, H, D] -> [B, Sq, H, D], or [rows, H] -> [B, Sq, H]. fill: of rows that take no part."""
         if len(self.taking_part) != len(self.query):
-            every = rows.new_zeros(sum(self.query), *rows.shape[1:])
+            every = rows.new_full((sum(self.query), *rows.shape[1:]), fill)
             documents = _split(every, self.query)
             for index, part in zip(self.taking_part, _split(rows, self.query_lengths), strict=True):
                 documents[index].copy_(part)
@@ -91,6 +96,13 @@ def _split(rows: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, 
 def offsets(lengths: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
     """Where each document begins, and where the last one ends."""
     return torch.tensor(tuple(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+def nothing_with_lse(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and its log-sum-exp, of a call in which no document takes part."""
+    batch, rows, heads, _ = query.shape
+    lse = torch.full((batch, heads, rows), float("-inf"), dtype=torch.float32, device=query.device)
+    return torch.zeros_like(query), lse
 
 
 def shape_of(query: torch.Tensor, key: torch.Tensor, metadata: AttentionMetadata) -> CallShape:
@@ -133,6 +145,14 @@ class RaggedImpl(AttentionImpl):
     def plan(self, shape: CallShape) -> PlacedCall | None:
         return PlacedCall.on(self.device, RaggedCall.of(shape))
 
+    def placed(self, query: torch.Tensor, key: torch.Tensor, metadata: AttentionMetadata, plan: Any) -> PlacedCall:
+        """The plan of the call, made now if there is none."""
+        if plan is None:
+            self.prepare(query.device, query.dtype)
+            plan = self.plan(shape_of(query, key, metadata))
+        placed: PlacedCall = plan
+        return placed
+
     def forward(
         self,
         query: torch.Tensor,
@@ -141,15 +161,11 @@ class RaggedImpl(AttentionImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> torch.Tensor:
-        if plan is None:
-            self.prepare(query.device, query.dtype)
-            plan = self.plan(shape_of(query, key, metadata))
-        call = plan.call
+        placed = self.placed(query, key, metadata, plan)
+        call = placed.call
         if not call.taking_part:
             return query.new_zeros(*query.shape[:3], value.shape[3])
-        rows = call.query_rows(query), call.key_rows(key), call.key_rows(value)
-        out: torch.Tensor = call.all_rows(self.attend(*rows, plan, metadata))
-        return out
+        return call.all_rows(self.attend(*call.rows(query, key, value), placed, metadata))
 
     @abstractmethod
     def attend(

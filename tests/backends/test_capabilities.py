@@ -27,6 +27,7 @@ EVERY_SIZE = set(SIZES)
 STEPS_TO_128 = {64, 80, 128}
 STEPS_TO_256 = {64, 80, 128, 136, 256}
 BLACKWELL = {64, 80, 128, 256}
+SIXTEENS_TO_256 = set(range(16, 257, 16))
 
 # (backend, device, packages, dtype) -> the variant and the head sizes that it takes; what is not here is refused.
 FLASH_ATTN = {
@@ -52,6 +53,10 @@ def expected(backend: str, device: str, packages: str, dtype: str, size: int) ->
     if backend == "CUDNN_ATTN":
         served = device in CUDNN_DEVICES and dtype in CUDNN_DTYPES and size in STEPS_TO_128
         return "cudnn" if served else None
+    if backend == "FLEX_ATTENTION":
+        if device == "cpu":
+            return "plain"
+        return "compiled" if device in CUDNN_DEVICES and dtype != "float64" and size in SIXTEENS_TO_256 else None
     if backend != "FLASH_ATTN":
         return None  # their packages are not there
     variant, sizes = FLASH_ATTN.get((device, packages, dtype), (None, set()))

@@ -1,8 +1,6 @@
-"""What is chosen on every platform and generation, against tables written by hand.
+"""What is chosen on every platform and generation, against the tables of `matrix_tables`, which are written by hand.
 
-The comments cite where a row comes from: "contract" is the selection contract of vLLM-Omni 0.30 (its platform policies
-and capability tables), "vllm" the feature tables of vLLM 0.33; "mended" is where those have a defect and the row is
-what should hold. Every predicate decides some cell: without it, or turned round, the comparison fails.
+Every predicate decides some cell: without it, or turned round, the comparison fails.
 """
 
 from __future__ import annotations
@@ -19,143 +17,23 @@ from backends.registry import DiffusionAttentionBackendEnum, Registry
 from backends.selector import Selector
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig, AttentionSpec
+from tests.backends.matrix_tables import (
+    AUTOMATIC,
+    BUILT,
+    CALLS,
+    EVERY_MASK,
+    EXPLICIT,
+    HALVES,
+    MORE_CHIPS,
+    NEEDS_NO_PACKAGE,
+    PERMITTED,
+    SIZES,
+    SWITCHES,
+    TAKES,
+    TOO_OLD,
+)
 
 NAMES = [member.name for member in DiffusionAttentionBackendEnum]
-CALLS = {"128": (128, "none"), "80": (80, "none"), "128 masked": (128, "full"), "80 masked": (80, "full")}
-SDPA = dict.fromkeys(CALLS, "TORCH_SDPA")
-FLASH = {**SDPA, "128": "FLASH_ATTN", "80": "FLASH_ATTN"}  # a mask goes to the first that takes it, never lost
-
-# Device -> call -> what a role without a choice gets, with every package there.
-AUTOMATIC: dict[str, dict[str, str]] = {
-    "cpu": SDPA,  # mended: contract 4.1 has no CPU route at all
-    "cuda:7.5": SDPA,  # contract 4.2, automatic 5 and 6: FlashAttention from 8.0 on
-    "cuda:8.0": FLASH,  # contract 4.2 (P12); mended: masks are an input of the choice
-    "cuda:9.0": FLASH,  # contract 4.2 (P12), vllm 1.5
-    "cuda:10.0": {  # contract 4.2, automatic 2 and 3 (P11); the mask: cuDNN takes none here, FlashInfer does
-        "128": "CUDNN_ATTN",
-        "80": "CUDNN_ATTN",
-        "128 masked": "FLASHINFER_ATTN",
-        "80 masked": "TORCH_SDPA",  # contract 3: FlashInfer has head sizes 64, 128 and 256
-    },
-    "cuda:12.0": {  # contract 4.2, automatic 2 and 3: major 12 is Blackwell there
-        "128": "CUDNN_ATTN",
-        "80": "CUDNN_ATTN",
-        "128 masked": "FLASHINFER_ATTN",
-        "80 masked": "TORCH_SDPA",
-    },
-    "rocm:gfx942": FLASH,  # contract 4.3: aiter on gfx942 and gfx950
-    "npu": FLASH,  # contract 4.6
-    "xpu": {**FLASH, "80": "TORCH_SDPA"},  # contract 4.4; mended: head sizes that are not compiled in
-    "musa:3.1": FLASH,  # contract 4.5: from 3.1 on
-}
-# The same where the layer allows a backend that asks for permission: contract 4.2, automatic 1 (P10).
-PERMITTED = {**AUTOMATIC, "cuda:10.0": {**AUTOMATIC["cuda:10.0"], "128": "TRTLLM_ATTN"}}
-
-# Backend -> device -> call -> the variant that serves an explicit choice; what is not here is refused (P15).
-EXPLICIT: dict[str, dict[str, dict[str, str]]] = {
-    "REFERENCE": {device: dict.fromkeys(CALLS, "plain") for device in AUTOMATIC},
-    "TORCH_SDPA": {device: dict.fromkeys(CALLS, "torch") for device in AUTOMATIC},  # contract 3: any size, masks
-    "CUDNN_ATTN": {  # contract 4.2 (P6); mended: the chip is checked, and masks are refused instead of ignored
-        device: {"128": "cudnn", "80": "cudnn"} for device in ("cuda:8.0", "cuda:9.0", "cuda:10.0", "cuda:12.0")
-    },
-    "FLASH_ATTN": {
-        "cuda:8.0": {"128": "fa2", "80": "fa2"},  # vllm 2.1: FA2 from 8.0 on, multiples of 8 up to 256
-        "cuda:9.0": {"128": "fa3", "80": "fa3"},  # vllm 1.6: FA3 by default on major 9
-        "cuda:10.0": {"128": "fa4-blackwell", "80": "fa4-blackwell"},  # contract 4.2 (P4): FA4 only on Blackwell
-        # cuda:12.0, mended: vllm 1.6, an SM100 kernel that lands on SM120
-        "rocm:gfx942": {"128": "rocm-aiter", "80": "rocm-aiter"},
-        "npu": {"128": "npu", "80": "npu"},
-        "xpu": {"128": "xpu"},
-        "musa:3.1": {"128": "musa", "80": "musa"},
-    },
-    "FLASHINFER_ATTN": {  # contract 3 and 4.2 (P5); contract 5.5: cute-dsl takes no mask, fa2 does
-        "cuda:8.0": {"128": "fa2", "128 masked": "fa2"},
-        "cuda:9.0": {"128": "fa3", "128 masked": "fa2"},
-        "cuda:10.0": {"128": "cute-dsl", "128 masked": "fa2"},
-        "cuda:12.0": {"128": "fa2", "128 masked": "fa2"},
-    },
-    "TRTLLM_ATTN": {"cuda:10.0": {"128": "sm100"}},  # contract 4.2 (P7); mended: the head size is checked
-}
-
-HALVES = ("bfloat16", "float16")
-TO_256 = (8, 64, 80, 96, 128, 136, 192, 256)
-SIZES = (1, 8, 12, 20, 64, 80, 96, 128, 136, 192, 256, 320, 512, 768, 776)
-EVERY_MASK = ("key_padding", "full", "per_head")
-# Backend and variant -> dtypes, head sizes out of SIZES, masks, and what else its calls may ask.
-TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], str]] = {
-    ("REFERENCE", "plain"): (
-        ("float64", "float32", *HALVES),
-        SIZES,
-        EVERY_MASK,
-        "causal grouped value_head_size window soft_cap sinks packed gradient",
-    ),
-    ("TORCH_SDPA", "torch"): (
-        ("float64", "float32", *HALVES),
-        SIZES,
-        EVERY_MASK,  # contract 5.1 passes 4D masks on
-        "causal grouped value_head_size gradient",  # contract 10, 12: packed calls are refused, not ignored
-    ),
-    ("CUDNN_ATTN", "cudnn"): (HALVES, (8, 64, 80, 96, 128), (), "causal grouped"),
-    ("FLASH_ATTN", "fa3"): (("bfloat16",), TO_256, (), "causal grouped"),
-    ("FLASH_ATTN", "fa4"): (HALVES, TO_256, (), "causal grouped"),
-    ("FLASH_ATTN", "fa4-blackwell"): (HALVES, (8, 64, 80, 96, 128, 256), (), "causal grouped"),  # vllm 1.6: TMEM
-    ("FLASH_ATTN", "fa2"): (HALVES, TO_256, (), "causal grouped window soft_cap packed"),
-    ("FLASH_ATTN", "rocm-aiter"): (HALVES, TO_256, (), "causal grouped"),
-    ("FLASH_ATTN", "npu"): (("float32", *HALVES), SIZES[:-1], (), "causal grouped"),
-    ("FLASH_ATTN", "xpu"): (HALVES, (64, 128, 256), (), "causal grouped packed"),
-    ("FLASH_ATTN", "musa"): (HALVES, (8, 64, 80, 96, 128, 136, 192, 256, 320, 512), (), "causal grouped"),
-    ("FLASHINFER_ATTN", "fa3"): (HALVES, (64, 128, 256), (), "causal grouped soft_cap packed"),
-    ("FLASHINFER_ATTN", "cute-dsl"): (HALVES, (64, 128, 256), (), "causal grouped packed"),
-    ("FLASHINFER_ATTN", "fa2"): (
-        HALVES,
-        (64, 128, 256),
-        ("key_padding", "full"),  # contract 5.5: boolean masks; mended: no head's mask for all
-        "causal grouped window soft_cap packed",
-    ),
-    ("TRTLLM_ATTN", "sm100"): (("bfloat16",), (128,), (), "causal grouped packed"),  # contract 5.6 (B11)
-    ("TRTLLM_ATTN", "sm103"): (("bfloat16",), (128,), (), "causal grouped packed"),
-}
-SWITCHES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "grouped": {"num_kv_heads": 4},
-    "value_head_size": {"value_head_size": 16},
-    **{name: {name: True} for name in ("window", "soft_cap", "sinks", "packed", "lse", "gradient")},
-}
-# Chips beside those of AUTOMATIC.
-MORE_CHIPS = ("cuda:8.9", "cuda:10.3", "cuda:10.7", "cuda:11.0", "rocm:gfx90a", "rocm:gfx950", "musa:2.1")
-# Variant -> the chips of both that it is built for.
-BUILT: dict[tuple[str, str], str] = {
-    ("REFERENCE", "plain"): " ".join((*AUTOMATIC, *MORE_CHIPS)),
-    ("TORCH_SDPA", "torch"): " ".join((*AUTOMATIC, *MORE_CHIPS)),
-    ("CUDNN_ATTN", "cudnn"): "cuda:8.0 cuda:9.0 cuda:10.0 cuda:12.0 cuda:8.9 cuda:10.3 cuda:10.7 cuda:11.0",
-    ("FLASH_ATTN", "fa3"): "cuda:9.0",
-    ("FLASH_ATTN", "fa4"): "cuda:9.0",
-    ("FLASH_ATTN", "fa4-blackwell"): "cuda:10.0 cuda:10.3 cuda:10.7 cuda:11.0",  # mended: vllm 1.6 has SM110 on FA2
-    ("FLASH_ATTN", "fa2"): "cuda:8.0 cuda:9.0 cuda:8.9",
-    ("FLASH_ATTN", "rocm-aiter"): "rocm:gfx942 rocm:gfx950",  # contract 4.3: not gfx90a
-    ("FLASH_ATTN", "npu"): "npu",
-    ("FLASH_ATTN", "xpu"): "xpu",
-    ("FLASH_ATTN", "musa"): "musa:3.1",
-    ("FLASHINFER_ATTN", "fa3"): "cuda:9.0",
-    ("FLASHINFER_ATTN", "cute-dsl"): "cuda:10.0 cuda:10.3 cuda:10.7",
-    ("FLASHINFER_ATTN", "fa2"): "cuda:8.0 cuda:9.0 cuda:10.0 cuda:12.0 cuda:8.9 cuda:10.3 cuda:10.7",
-    ("TRTLLM_ATTN", "sm100"): "cuda:10.0",
-    ("TRTLLM_ATTN", "sm103"): "cuda:10.3 cuda:10.7",
-}
-# Variant -> a package whose version is too old for it.
-TOO_OLD: dict[tuple[str, str], tuple[str, str]] = {
-    ("CUDNN_ATTN", "cudnn"): ("nvidia-cudnn-cu13", "9.4"),  # contract 4.2 (P11): 9.5
-    ("FLASH_ATTN", "fa2"): ("flash-attn", "2.5.9"),  # contract 5.2: mended, no comparison of texts
-    ("FLASH_ATTN", "rocm-aiter"): ("amd-aiter", "0.1.6"),
-    ("FLASH_ATTN", "xpu"): ("vllm-xpu-kernels", "0.1.15"),
-    ("FLASHINFER_ATTN", "fa3"): ("flashinfer-python", "0.6.17"),
-    ("FLASHINFER_ATTN", "cute-dsl"): ("flashinfer-python", "0.7.3"),
-    ("FLASHINFER_ATTN", "fa2"): ("flashinfer-python", "0.6.17"),
-    ("TRTLLM_ATTN", "sm100"): ("flashinfer-python", "0.6.17"),
-    ("TRTLLM_ATTN", "sm103"): ("flashinfer-python", "0.6.17"),
-}
-NEEDS_NO_PACKAGE = {("REFERENCE", "plain"), ("TORCH_SDPA", "torch"), ("CUDNN_ATTN", "cudnn")}
-
 ROLE, CATEGORY = "video.self", "family"
 LEVELS = {"role": "video.self", "parent": "video", "category": "family"}
 Cells = dict[tuple[str, ...], Any]

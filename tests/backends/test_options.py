@@ -116,13 +116,13 @@ def test_fields_that_do_not_go_together_are_refused() -> None:
 def test_a_block_of_another_backend_names_its_owner() -> None:
     (fault,) = refused(AttentionSpec("TORCH_SDPA", quant={"bits": 4}))
     assert fault.key == "attention.per_role.self.quant"
-    assert fault.rule.startswith("TORCH_SDPA takes no quant; it belongs to ")
+    assert fault.rule.startswith("TORCH_SDPA takes no block quant; it belongs to ")
     assert "ROUNDING" in fault.allowed
 
 
 def test_a_block_that_no_backend_takes_says_so() -> None:
     (fault,) = refused(AttentionSpec("TORCH_SDPA", options={"x": 1}))
-    assert fault.rule == "TORCH_SDPA takes no options; no backend takes it"
+    assert fault.rule == "TORCH_SDPA takes no block options; no backend takes it"
 
 
 def test_options_without_a_backend_are_refused() -> None:

@@ -99,13 +99,13 @@ def test_each_chip_has_its_variant(backend: str, served: dict[str, str]) -> None
 HALVES = {"bfloat16", "float16"}
 # (backend, variant) -> head sizes of those below, dtypes, masks, and the other features
 TAKES: dict[tuple[str, str], tuple[set[int], set[str], set[str], set[str]]] = {
-    ("FLASHINFER_ATTN", "fa3"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "soft_cap", "packed"}),
-    ("FLASHINFER_ATTN", "cute-dsl"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "packed"}),
+    ("FLASHINFER_ATTN", "fa3"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "soft_cap", "packed", "lse"}),
+    ("FLASHINFER_ATTN", "cute-dsl"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "packed", "lse"}),
     ("FLASHINFER_ATTN", "fa2"): (
         {64, 128, 256},
         HALVES,
         {"none", "key_padding", "full"},
-        {"causal", "grouped", "soft_cap", "packed", "window"},
+        {"causal", "grouped", "soft_cap", "packed", "window", "lse"},
     ),
     ("TRTLLM_ATTN", "sm100"): ({128}, {"bfloat16"}, {"none"}, {"causal", "grouped", "packed"}),
     ("TRTLLM_ATTN", "sm103"): ({128}, {"bfloat16"}, {"none"}, {"causal", "grouped", "packed"}),
@@ -113,7 +113,7 @@ TAKES: dict[tuple[str, str], tuple[set[int], set[str], set[str], set[str]]] = {
         {64, 72, 80, 128, 192, 256},
         HALVES,
         {"none"},
-        {"causal", "grouped", "soft_cap", "packed", "window"},
+        {"causal", "grouped", "soft_cap", "packed", "window", "lse"},
     ),
     ("FLASH_ATTN", "rocm-aiter"): ({64, 72, 80, 128, 192, 256}, HALVES, {"none"}, {"causal", "grouped"}),
     ("FLASH_ATTN", "npu"): (

@@ -54,7 +54,7 @@ def needs(**changes: Any) -> Requirements:
 def test_skip_softmax_is_trtllms_alone(backend: str) -> None:
     found = fault(backend, {"skip_softmax": {"threshold": 0.1}})
     assert (found.key, found.origin) == ("attention.default.skip_softmax", "my.yaml")
-    assert found.rule == f"{backend} takes no skip_softmax; it belongs to TRTLLM_ATTN"
+    assert found.rule == f"{backend} takes no block skip_softmax; it belongs to TRTLLM_ATTN"
     assert found.remedy == "leave it out, or use TRTLLM_ATTN"
 
 
@@ -62,7 +62,7 @@ def test_skip_softmax_is_trtllms_alone(backend: str) -> None:
 def test_quant_is_for_those_that_declare_it(backend: str) -> None:
     found = fault(backend, {"quant": {"dtype_qk": "int8"}})
     assert {"FLASHINFER_ATTN", "TRTLLM_ATTN"} <= set(found.allowed)
-    assert found.rule.startswith(f"{backend} takes no quant; it belongs to ")
+    assert found.rule.startswith(f"{backend} takes no block quant; it belongs to ")
 
 
 @pytest.mark.parametrize("blocks", [{"quant": {"dtype_qk": None}}, {"skip_softmax": {"threshold": None}}])

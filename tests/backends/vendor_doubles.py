@@ -5,6 +5,7 @@ kernels would, or leaves what they leave undefined as not a number.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from typing import Any
 
@@ -29,13 +30,20 @@ def attend(
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """query [n, H, D], key and value [m, Hkv, D], allowed [n, m]; rows that see nothing are not a number."""
-    k, v = (x.double().repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    v = value.double().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    weights = torch.softmax(scores_of(query, key, scale, allowed, soft_cap), dim=-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v)
+
+
+def scores_of(
+    query: torch.Tensor, key: torch.Tensor, scale: float, allowed: torch.Tensor | None = None, soft_cap: float = 0.0
+) -> torch.Tensor:
+    """[H, n, m]"""
+    k = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("nhd,mhd->hnm", query.double(), k) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    return torch.einsum("hnm,mhd->nhd", torch.softmax(scores, dim=-1), v)
+    return scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
 
 
 def band(rows: int, keys: int, *, causal: bool, before: int = -1, after: int = -1) -> torch.Tensor:
@@ -147,7 +155,7 @@ class RaggedWrapper:
         lse_layout: str = "NH",
         enable_pdl: Any = None,
         kv_cache_sf: Any = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         plan = self.plans[-1]
         self.runs += 1
         assert (q.dtype, k.dtype) == (plan["q_data_type"], plan["kv_data_type"])
@@ -155,16 +163,22 @@ class RaggedWrapper:
             assert v.dtype == k.dtype
         assert all(tensor.is_contiguous() for tensor in (q, k, v))
         assert (q.shape[0], k.shape[0]) == (int(plan["qo_indptr"][-1]), int(plan["kv_indptr"][-1]))
-        parts, first = [], 0
+        parts, sums, first = [], [], 0
         for rows, keys in zip(documents(plan["qo_indptr"]), documents(plan["kv_indptr"]), strict=True):
             n, m = rows.stop - rows.start, keys.stop - keys.start
             allowed = band(n, m, causal=plan["causal"], before=plan["window_left"])
             if self.mask is not None:  # causal is ignored then
                 allowed = self.mask[first : first + n * m].view(n, m)
                 first += n * m
-            parts.append(attend(q[rows], k[keys], v[keys], plan["sm_scale"], allowed, plan["logits_soft_cap"] or 0.0))
+            settings = (plan["sm_scale"], allowed, plan["logits_soft_cap"] or 0.0)
+            parts.append(attend(q[rows], k[keys], v[keys], *settings))
+            sums.append(torch.logsumexp(scores_of(q[rows], k[keys], *settings), dim=-1).T)
         assert self.mask is None or first == self.mask.numel()
-        return torch.cat(parts).to(plan["o_data_type"])
+        result = torch.cat(parts).to(plan["o_data_type"])
+        if not return_lse:
+            return result
+        assert (lse_base, lse_layout) == ("log2", "NH")
+        return result, (torch.cat(sums) / math.log(2)).clamp_min(-5e4).float()  # 5e4 is the kernels' infinity
 
 
 class Trtllm:

@@ -363,7 +363,7 @@ def test_origins_say_where_each_choice_came_from(written: Any) -> None:
     assert config.attention.origins == {
         "attention.per_role.self": "my.yaml",
         "attention.per_role.cross": "command line",
-        "attention.default": "environment",
+        "attention.default": "environment variable DIFFUSION_ATTENTION_BACKEND",
     }
 
 

@@ -64,7 +64,11 @@ def score(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.ray
 def test_the_script_scores_over_ranks_and_compares(tmp_path: Path) -> None:
     """The first prompts of held-out wording, as they are asked for: the shipped model makes what it is asked for."""
-    file, sheet, shared = tmp_path / "scores.json", tmp_path / "sheet.png", ("--prompts", "2", "run.device=cpu")
+    file, sheet, shared = (
+        tmp_path / "scores.json",
+        tmp_path / "sheet.png",
+        ("--prompts", "2", "run.device=cpu", "generate.steps=10"),
+    )
     done = score(*shared, "--json", str(file), "--sheet", str(sheet), "parallel.world_size=2")
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())

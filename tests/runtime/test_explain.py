@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,54 @@ def test_every_other_backend_is_said_to_serve_too_or_why_not() -> None:
     others = {(other["role"], other["backend"]) for other in report["alternatives"]}
     assert {("self", "TORCH_SDPA"), ("cross", "CUDNN_ATTN")} <= others
     assert not {("self", "REFERENCE"), ("cross", "REFERENCE")} & others
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("attention.per_role.self.verison=3",), "did you mean attention.per_role.self.version?"),
+        (("attention.per_role.self.bakend=TORCH_SDPA",), "did you mean attention.per_role.self.backend?"),
+        (("attention.default=flash_attn",), "did you mean FLASH_ATTN? Or add attention.register.flash_attn="),
+        (("attention.default=MINE",), ", or add attention.register.MINE=package.module.Class"),
+        (("run.device=cuda",), "run.device=cuda: is not the platform of --device cpu; leave one of the two out"),
+        (
+            ("attention.default=TORCH_SDPA", "attention.per_role.self=REFERENCE", "attention.per_role.cross=REFERENCE"),
+            "attention.default=TORCH_SDPA: no role of the model falls back to it",
+        ),
+    ],
+)
+def test_what_is_wrong_comes_with_the_way_out(settings: tuple[str, ...], message: str) -> None:
+    outcome = raylysses("explain", "--device", "cpu", *settings)
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_an_automatic_default_that_nobody_needs_is_no_fault() -> None:
+    roles = ("attention.per_role.self=TORCH_SDPA", "attention.per_role.cross=TORCH_SDPA")
+    assert raylysses("explain", "--device", "cpu", "attention.default=auto", *roles).code == 0
+
+
+def test_options_are_shown_and_no_package_can_be_assumed() -> None:
+    device = ("--device", "cuda:10.0")
+    spec = "attention.default={backend: FLASHINFER_ATTN, quant: {dtype_vo: fp8_e4m3}}"
+    assert (
+        "FLASHINFER_ATTN (cute-dsl, quant.dtype_vo=fp8_e4m3)"
+        in raylysses("explain", *device, "--packages", "all", spec).out
+    )
+    assert "CUDNN_ATTN" in raylysses("explain", *device, "--packages", "none").out
+
+
+def test_a_backend_in_the_working_directory_is_found_by_the_installed_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from raylysses import AttentionBackend, Variant\n\n\nclass Mine(AttentionBackend):\n"
+        "    variants = (Variant('v', 'backends.kernels.reference.ReferenceImpl'),)\n\n"
+        "    @staticmethod\n    def get_name():\n        return 'MINE'\n"
+    )
+    command = [str(Path(sys.executable).with_name("raylysses")), "explain", "--device", "cpu"]
+    settings = ["attention.register.MINE=mine.Mine", "attention.per_role.self=MINE"]
+    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "MINE (v)" in done.stdout
 
 
 def test_a_choice_that_cannot_serve_is_an_error_beside_the_roles_that_can() -> None:

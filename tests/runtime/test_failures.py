@@ -50,6 +50,7 @@ def test_a_rank_that_raises_is_told_by_its_own_error(tmp_path: Path) -> None:
     assert "ArithmeticError: the kernel met a number that it does not like" in first_line
     assert "closed by peer" not in first_line
     assert "doubles.py" in (run.folder / "ranks" / "rank1.traceback.txt").read_text()
+    assert "its traceback is in " in outcome.err
 
 
 def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path) -> None:

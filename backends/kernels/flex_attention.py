@@ -1,0 +1,230 @@
+"""torch.nn.attention.flex_attention: masks, windows, causality, documents and soft caps, compiled into one kernel."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from backends.interface import AttentionImpl, AttentionMetadata, CallShape, PackedLengths
+from backends.kernels.ragged import shape_of
+from backends.kernels.workspaces import Recent
+
+_BLOCK = 128
+Window = tuple[int | None, int | None]
+Modifier = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What keeps rows from keys, but for a mask. Each row sees keys from a first to a last one."""
+
+    device: torch.device
+    rows: int
+    keys: int
+    causal: bool
+    window: Window | None
+    packed: PackedLengths | None
+
+    @property
+    def are_none(self) -> bool:
+        return not self.causal and self.packed is None and self.window in (None, (None, None))
+
+    def of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first key of each row and the one after its last, on the host."""
+        position = torch.arange(self.rows)
+        first, end = torch.zeros_like(position), torch.full_like(position, self.keys)
+        if self.packed is not None:
+            starts = torch.tensor(tuple(accumulate(self.packed.key, initial=0)))
+            document = torch.repeat_interleave(torch.tensor(self.packed.query))
+            first, end = starts[document], starts[document + 1]
+        before, after = self.window if self.window is not None else (None, None)
+        if self.causal:
+            after = 0 if after is None else min(after, 0)
+        if before is not None:
+            first = torch.maximum(first, position - before)
+        if after is not None:
+            end = torch.minimum(end, position + after + 1)
+        return first, torch.maximum(first, end)
+
+
+Blocks = tuple[torch.Tensor, torch.Tensor]
+"""How many blocks of keys each block of rows has [1, 1, rows], and which, these first [1, 1, rows, keys]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Bounds on their device. sees: whether a row sees a key. met: blocks that have to be computed; whole: those of
+    them in which every row sees every key; cut: the others.
+    """
+
+    sees: Modifier
+    met: Blocks
+    cut: Blocks
+    whole: Blocks
+    lengths: tuple[int, int]
+
+    @classmethod
+    def of(cls, bounds: Bounds) -> Layout:
+        first, end = bounds.of_rows()
+        firsts, ends = torch.split(first, _BLOCK), torch.split(end, _BLOCK)
+        begin = torch.arange(0, bounds.keys, _BLOCK)
+        stop = (begin + _BLOCK).clamp_max(bounds.keys)
+        met = (stop > _column(torch.min, firsts)) & (begin < _column(torch.max, ends))
+        whole = met & (begin >= _column(torch.max, firsts)) & (stop <= _column(torch.min, ends))
+        device = bounds.device
+        return cls(
+            sees=_between(first.to(device), end.to(device)),
+            met=_listed(met, device),
+            cut=_listed(met & ~whole, device),
+            whole=_listed(whole, device),
+            lengths=(bounds.rows, bounds.keys),
+        )
+
+    def block_mask(self, mask: torch.Tensor | None) -> BlockMask:
+        """mask: [B, H, Sq, Sk], asked for every key of the blocks that are met: what it says is on the device, so that
+        no block is left out for it.
+        """
+        made = functools.partial(  # the blocks of rows that a block of keys meets are for the backward
+            BlockMask.from_kv_blocks, BLOCK_SIZE=_BLOCK, seq_lengths=self.lengths, compute_q_blocks=False
+        )
+        if mask is None:
+            return made(*self.cut, *self.whole, mask_mod=self.sees)
+        return made(*self.met, mask_mod=_both(self.sees, mask))
+
+
+_LAYOUTS: Recent[Bounds, Layout] = Recent(32)
+
+
+class FlexAttentionImpl(AttentionImpl):
+    @property
+    def kernel(self) -> str:
+        return "torch.nn.attention.flex_attention.flex_attention"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+
+    def plan(self, shape: CallShape) -> None:
+        """Lays out the blocks, but for calls with a window, which is not known yet."""
+        if not shape.features.window and shape.query_length and shape.key_length:
+            self._layout(Bounds(self.device, shape.query_length, shape.key_length, self.causal, None, shape.packed))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
+    ) -> torch.Tensor:
+        if not query.numel() or not key.numel():
+            return query.new_zeros(*query.shape[:3], value.shape[3])
+        out: torch.Tensor = self._attend(query, key, value, metadata, lse=False)
+        return out.transpose(1, 2)
+
+    def forward_with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        plan: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not query.numel() or not key.numel():
+            batch, rows, heads, _ = query.shape
+            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+            lse = torch.full((batch, heads, rows), float("-inf"), dtype=wide, device=query.device)
+            return query.new_zeros(batch, rows, heads, value.shape[3]), lse
+        out, aux = self._attend(query, key, value, metadata, lse=True)
+        return out.transpose(1, 2), aux.lse
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata, *, lse: bool
+    ) -> Any:
+        shape = shape_of(query, key, metadata)
+        lengths = shape.query_length, shape.key_length
+        bounds = Bounds(query.device, *lengths, self.causal, metadata.window, metadata.packed)
+        given = metadata.mask
+        mask = None if given is None else given.expand(shape.batch, shape.num_heads, *lengths)
+        blocks = None if mask is None and bounds.are_none else self._layout(bounds).block_mask(mask)
+        cap = None if metadata.soft_cap is None else _capped(metadata.soft_cap)
+        tensors = (query.dtype, shape.batch, query.shape[2:], value.shape[2:], *map(_size_class, lengths))
+        carried = (None if given is None else _broadcast(given), blocks is None, metadata.soft_cap, lse)
+        attend = _compiled(query.device.type, (*tensors, *carried))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        grouped = shape.num_heads != shape.num_kv_heads
+        return attend(q, k, v, cap, blocks, self.softmax_scale, grouped, AuxRequest(lse=True) if lse else None)
+
+    def _layout(self, bounds: Bounds) -> Layout:
+        return _LAYOUTS.get(bounds, lambda: Layout.of(bounds))
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Modifier | None,
+    block_mask: BlockMask | None,
+    scale: float,
+    enable_gqa: bool,
+    return_aux: AuxRequest | None,
+) -> Any:
+    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
+
+
+@functools.cache
+def _compiled(device: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
+    """`_call` for one kind of calls, with code of its own: torch compiles one code eight times and then no more. On CPU
+    it is traced and not compiled further, which is the computation as plain tensor operations.
+    """
+    own = types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
+    return torch.compile(own, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
+
+
+def _size_class(length: int) -> tuple[bool, bool]:
+    """Torch compiles anew where there is one row or key, or one block of them."""
+    return length == 1, length <= _BLOCK
+
+
+def _broadcast(mask: torch.Tensor) -> tuple[bool, ...]:
+    return tuple(size == 1 for size in mask.shape)
+
+
+def _between(first: torch.Tensor, end: torch.Tensor) -> Modifier:
+    def sees(batch: Any, head: Any, row: Any, key: Any) -> torch.Tensor:
+        seen: torch.Tensor = (key >= first[row]) & (key < end[row])
+        return seen
+
+    return sees
+
+
+def _both(within: Modifier, mask: torch.Tensor) -> Modifier:
+    def sees(batch: Any, head: Any, row: Any, key: Any) -> torch.Tensor:
+        return within(batch, head, row, key) & mask[batch, head, row, key]
+
+    return sees
+
+
+def _capped(cap: float) -> Modifier:
+    def capped(score: torch.Tensor, batch: Any, head: Any, row: Any, key: Any) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+def _column(pick: Callable[[torch.Tensor], torch.Tensor], parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[blocks of rows, 1]"""
+    return torch.stack([pick(part) for part in parts])[:, None]
+
+
+def _listed(chosen: torch.Tensor, device: torch.device) -> Blocks:
+    """chosen: [blocks of rows, blocks of keys]."""
+    order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
+    count, which = (x.to(device, torch.int32)[None, None].contiguous() for x in (chosen.sum(dim=-1), order))
+    return count, which

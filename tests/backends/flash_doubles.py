@@ -1,0 +1,252 @@
+"""Stand-ins for the packages with FlashAttention's interface: their published signatures, over attention in fp64.
+
+Read from flash-attn 2.8.3, fa3-fwd 0.0.3, flash-attn-4 4.0.0b18 (4.0.0b36 has two parameters more), amd-aiter 0.1.7,
+torch-npu 2.14 (its documentation), vllm-xpu-kernels 0.1.16 and MATE at 3f58cc3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.kernels import vendor_flash_attn
+from backends.kernels.packages import imported
+from tests.backends.vendor_doubles import attend, band, documents, put, scores_of
+
+CALLS: list[dict[str, Any]] = []
+
+
+def dense(q: Any, k: Any, v: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
+    return torch.stack([attend(*row, scale, allowed, soft_cap) for row in zip(q, k, v, strict=True)]).to(q.dtype)
+
+
+def dense_lse(q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
+    """[B, H, n], natural; as all of them, plus infinity for rows without keys but in version 4."""
+    return torch.stack([lse_of(*row, scale, allowed, soft_cap) for row in zip(q, k, strict=True)])
+
+
+def lse_of(q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
+    lse = torch.logsumexp(scores_of(q, k, scale, allowed, soft_cap), dim=-1).float()
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    CALLS.append(locals())
+    allowed = band(q.shape[1], k.shape[1], causal=causal, before=window_size[0], after=window_size[1])
+    out = dense(q, k, v, softmax_scale, allowed, softcap).nan_to_num(0)
+    return (out, dense_lse(q, k, softmax_scale, allowed, softcap), None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    CALLS.append(locals())
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max()))
+    parts, sums = [], []
+    for rows, keys in zip(documents(cu_seqlens_q), documents(cu_seqlens_k), strict=True):
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        allowed = band(n, m, causal=causal, before=window_size[0], after=window_size[1])
+        parts.append(attend(q[rows], k[keys], v[keys], softmax_scale, allowed, softcap))
+        sums.append(lse_of(q[rows], k[keys], softmax_scale, allowed, softcap))
+    out = torch.cat(parts).to(q.dtype)
+    return (out, torch.cat(sums, dim=1), None) if return_attn_probs else out
+
+
+def fa3_flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    CALLS.append(locals())
+    allowed = band(q.shape[1], k.shape[1], causal=causal)
+    out = dense(q, k, v, softmax_scale, allowed).nan_to_num(0)
+    return (out, dense_lse(q, k, softmax_scale, allowed)) if return_attn_probs else out
+
+
+def fa4_flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    qv: Any = None,
+    gather_kv_indices: Any = None,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (None, None),
+    learnable_sink: Any = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    CALLS.append(locals())
+    allowed = band(q.shape[1], k.shape[1], causal=causal)
+    out = dense(q, k, v, softmax_scale, allowed).nan_to_num(0)
+    lse = dense_lse(q, k, softmax_scale, allowed)
+    return out, lse.masked_fill(lse == float("inf"), float("-inf")) if return_lse else None
+
+
+def aiter_flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    how_v3_bf16_cvt: int = 1,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+) -> torch.Tensor:
+    CALLS.append(locals())
+    return dense(q, k, v, softmax_scale, band(q.shape[1], k.shape[1], causal=causal))
+
+
+def npu_fusion_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    head_num: int,
+    input_layout: str,
+    pse: Any = None,
+    padding_mask: Any = None,
+    atten_mask: Any = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    prefix: Any = None,
+    actual_seq_qlen: Any = None,
+    actual_seq_kvlen: Any = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+    softmax_layout: str = "",
+) -> tuple[Any, ...]:
+    CALLS.append(locals())
+    assert (input_layout, head_num) == ("BSND", query.shape[2])
+    if atten_mask is None:
+        allowed = band(query.shape[1], key.shape[1], causal=False)
+    else:  # counted from the first row and the first key
+        assert sparse_mode == 2
+        assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+        allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril()
+    return dense(query, key, value, scale, allowed), torch.empty(0), torch.empty(0), torch.empty(0), 0, 0, 0
+
+
+def xpu_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    max_seqlen_q: int,
+    cu_seqlens_q: Any,
+    max_seqlen_k: int,
+    cu_seqlens_k: Any = None,
+    seqused_k: Any = None,
+    q_v: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    **others: Any,
+) -> torch.Tensor:
+    assert window_size is None
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal
+    )
+
+
+def mate_flash_attn_func(
+    q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, **others: Any
+) -> torch.Tensor:
+    CALLS.append(locals())
+    return dense(q, k, v, softmax_scale, band(q.shape[1], k.shape[1], causal=causal))
+
+
+PUBLISHED: list[tuple[str, str, Callable[..., Any]]] = [
+    ("flash_attn", "flash_attn_func", flash_attn_func),
+    ("flash_attn", "flash_attn_varlen_func", flash_attn_varlen_func),
+    ("fa3_fwd_interface", "flash_attn_func", fa3_flash_attn_func),
+    ("flash_attn.cute", "flash_attn_func", fa4_flash_attn_func),
+    ("aiter", "flash_attn_func", aiter_flash_attn_func),
+    ("torch_npu", "npu_fusion_attention", npu_fusion_attention),
+    ("vllm_xpu_kernels.flash_attn_interface", "flash_attn_varlen_func", xpu_flash_attn_varlen_func),
+    ("flash_attn_interface", "flash_attn_func", mate_flash_attn_func),
+]
+
+
+@contextmanager
+def packages(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of them, as if they were installed."""
+    modules: dict[str, dict[str, Any]] = {}
+    for module, name, function in PUBLISHED:
+        modules.setdefault(module.replace(".", "__"), {})[name] = function
+    put(patch, vllm_xpu_kernels=SimpleNamespace(), **{k: SimpleNamespace(**v) for k, v in modules.items()})
+    cached = (imported, vendor_flash_attn._hidden_from_causal)
+    for function in cached:
+        function.cache_clear()
+    CALLS.clear()
+    yield
+    for function in cached:
+        function.cache_clear()

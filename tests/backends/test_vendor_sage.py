@@ -1,0 +1,229 @@
+"""SAGE_ATTN and SAGE_ATTN_3 over stand-ins with the published signatures, against softmax in fp64."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.interface import AttentionMetadata, CallShape
+from backends.kernels.packages import imported
+from backends.kernels.sage_attn import SageAttn3Impl, SageAttnImpl
+from backends.platforms.facts import parse_device
+from backends.registry import Registry
+from tests.backends.vendor_doubles import put
+from tests.exact import attention64, random_qkv, relative_error
+
+LOSSY = {"int8": 3e-2, "fp4": 0.3}
+NO_METADATA = AttentionMetadata()
+CALLS: list[dict[str, Any]] = []
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def int8(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, S, H, D] as int8 with a scale for each block and head, and back."""
+    parts = []
+    for part in rows.double().split(block, dim=1):
+        scale = part.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-30) / 127
+        parts.append((part / scale).round() * scale)
+    return torch.cat(parts, dim=1)
+
+
+def sageattn(
+    q: Any,
+    k: Any,
+    v: Any,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: Any = None,
+    smooth_k: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor:
+    CALLS.append(locals())
+    assert tensor_layout == "NHD"
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    assert q.size(-1) in (64, 96, 128)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert not kwargs
+    if smooth_k:
+        k -= k.mean(dim=1, keepdim=True)  # in place, as the package does
+    lacking = 0 if is_causal else -k.shape[1] % 64
+    assert not is_causal or q.shape[1] == k.shape[1]
+    keys = torch.nn.functional.pad(int8(k, 64), (0, 0, 0, 0, 0, lacking))
+    values = torch.nn.functional.pad(v.to(torch.float16), (0, 0, 0, 0, 0, lacking))
+    return attention64(int8(q, 128), keys, values, scale=sm_scale, causal=is_causal).to(q.dtype)
+
+
+def sageattn3_blackwell(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, per_block_mean: bool = True, **kwargs: Any
+) -> torch.Tensor:
+    CALLS.append(locals())
+    assert q.shape[1] == k.shape[1]
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.size(-1) in (64, 128)
+    assert attn_mask is None
+    assert not kwargs
+    k -= k.mean(dim=-2, keepdim=True)
+    rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return attention64(*rows, scale=q.size(-1) ** -0.5, causal=is_causal).transpose(1, 2).to(q.dtype).contiguous()
+
+
+PUBLISHED = [("sageattention.core", "sageattn", sageattn), ("sageattn3", "sageattn3_blackwell", sageattn3_blackwell)]
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    core = SimpleNamespace(sageattn=sageattn)
+    put(monkeypatch, sageattention=SimpleNamespace(core=core), sageattention__core=core)
+    put(monkeypatch, sageattn3=SimpleNamespace(sageattn3_blackwell=sageattn3_blackwell))
+    imported.cache_clear()
+    CALLS.clear()
+    yield
+    imported.cache_clear()
+
+
+def run(kernel: type[SageAttnImpl] | type[SageAttn3Impl], qkv: QKV, *, causal: bool = False) -> torch.Tensor:
+    """As a layer calls it; leaves its inputs as they were."""
+    before = [tensor.clone() for tensor in qkv]
+    query, key, _ = qkv
+    impl = kernel(softmax_scale=query.shape[3] ** -0.5, causal=causal)
+    impl.load()
+    impl.prepare(query.device, query.dtype)
+    shape = CallShape(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3])
+    out = impl.forward(*qkv, NO_METADATA, impl.plan(shape))
+    assert (out.shape, out.dtype) == (query.shape, query.dtype)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(qkv, before, strict=True))
+    return out
+
+
+def exact(qkv: QKV, *, causal: bool = False) -> torch.Tensor:
+    return attention64(*qkv, scale=qkv[0].shape[3] ** -0.5, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 70, 128, 4, 4, 64), (2, 5, 64, 6, 2, 96), (2, 33, 192, 4, 1, 128)], ids=str)
+def test_int8_is_near_softmax_in_fp64(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> None:
+    query, key, value = random_qkv(*shape, dtype)
+    qkv = (query, key + 3, value)  # keys with a mean, which is taken off them
+    assert relative_error(run(SageAttnImpl, qkv), exact(qkv)) <= LOSSY["int8"]
+
+
+@pytest.mark.parametrize("rows", [1, 37, 64, 100])
+def test_causal_int8_takes_any_number_of_keys(rows: int) -> None:
+    qkv = random_qkv(2, rows, rows, 4, 2, 64, torch.bfloat16)
+    assert relative_error(run(SageAttnImpl, qkv, causal=True), exact(qkv, causal=True)) <= LOSSY["int8"]
+
+
+@pytest.mark.parametrize("keys", [1, 63, 65, 100, 512 + 1, 6208 + 1])
+def test_keys_that_the_kernel_would_make_up_are_refused(keys: int) -> None:
+    impl = SageAttnImpl(softmax_scale=0.1, causal=False)
+    rule = f"{keys} keys: SageAttention 1 counts them as .* multiple of 64 keys or more than 6400, or use TORCH_SDPA"
+    with pytest.raises(ValueError, match=rule):
+        impl.plan(CallShape(1, 7, keys, 4, 4, 64))
+    with pytest.raises(ValueError, match=rule):
+        impl.forward(*random_qkv(1, 7, keys, 2, 2, 64, torch.bfloat16), NO_METADATA)
+    assert CALLS == []
+
+
+@pytest.mark.parametrize("keys", [64, 4608, 6401, 6463, 18720, 32760, 75600])
+def test_what_they_may_weigh_is_less_than_the_quantisation(keys: int) -> None:
+    SageAttnImpl(softmax_scale=0.1, causal=False).plan(CallShape(1, 7, keys, 4, 4, 64))
+    assert (-keys % 64) / keys <= 0.01
+
+
+def test_the_few_that_are_left_stay_within_the_bound() -> None:
+    qkv = random_qkv(1, 9, 6401, 2, 2, 64, torch.float32)
+    assert relative_error(run(SageAttnImpl, qkv), exact(qkv)) <= LOSSY["int8"]
+
+
+def test_tensors_beyond_the_kernels_counters_are_refused() -> None:
+    impl = SageAttnImpl(softmax_scale=0.1, causal=False)
+    impl.plan(CallShape(1, 1 << 18, 1 << 18, 40, 40, 128))
+    with pytest.raises(ValueError, match=r"a tensor of 2684354560 entries: .* use TORCH_SDPA"):
+        impl.plan(CallShape(2, 1 << 18, 1 << 18, 40, 40, 128))
+
+
+def test_it_is_called_as_published() -> None:
+    query, key, value = random_qkv(2, 5, 64, 4, 2, 64, torch.bfloat16)
+    run(SageAttnImpl, (query, key, value))
+    (call,) = CALLS
+    assert call["q"] is query
+    assert call["v"] is value
+    assert (call["is_causal"], call["sm_scale"], call["smooth_k"]) == (False, 0.125, False)
+
+
+def test_the_layout_in_memory_is_no_matter() -> None:
+    qkv = random_qkv(1, 13, 64, 4, 2, 64, torch.bfloat16)
+    turned = tuple(x.transpose(1, 3).contiguous().transpose(1, 3) for x in qkv)
+    assert relative_error(run(SageAttnImpl, turned), exact(qkv)) <= LOSSY["int8"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 37, 37, 4, 4, 64), (2, 130, 130, 1, 1, 128)], ids=str)
+def test_fp4_is_called_as_published(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, causal: bool
+) -> None:
+    qkv = random_qkv(*shape, dtype)
+    assert relative_error(run(SageAttn3Impl, qkv, causal=causal), exact(qkv, causal=causal)) <= LOSSY["fp4"]
+    (call,) = CALLS
+    assert call["q"].shape == (shape[0], shape[3], shape[1], shape[5])
+    assert call["is_causal"] is causal
+
+
+def test_fp4_has_no_other_scale_than_that_of_the_head_size() -> None:
+    with pytest.raises(ValueError, match=r"softmax_scale=0\.3: .* 0\.125 \(head size 64\) or .*; leave it at"):
+        SageAttn3Impl(softmax_scale=0.3, causal=False)
+    impl = SageAttn3Impl(softmax_scale=0.125, causal=False)
+    impl.plan(CallShape(1, 5, 5, 2, 2, 64))
+    with pytest.raises(ValueError, match=r"softmax_scale=0\.125: .* 0\.0883883 \(head size 128\); leave it at"):
+        impl.plan(CallShape(1, 5, 5, 2, 2, 128))
+    with pytest.raises(ValueError, match="SageAttention 3 has that of the head size alone"):
+        impl.forward(*random_qkv(1, 5, 5, 2, 2, 128, torch.bfloat16), NO_METADATA)
+
+
+@pytest.mark.parametrize("kernel", [SageAttnImpl, SageAttn3Impl])
+@pytest.mark.parametrize(("rows", "keys"), [(0, 64), (7, 0)])
+def test_no_rows_and_no_keys_reach_no_kernel(kernel: Any, rows: int, keys: int) -> None:
+    out = run(kernel, random_qkv(2, rows, keys, 4, 4, 64, torch.bfloat16))
+    assert torch.equal(out, torch.zeros(2, rows, 4, 64, dtype=torch.bfloat16))
+    assert CALLS == []
+
+
+@pytest.mark.parametrize("kernel", [SageAttnImpl, SageAttn3Impl])
+def test_a_missing_package_is_an_import_error_when_it_is_loaded(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, sageattention=None, sageattention__core=None, sageattn3=None)
+    with pytest.raises(ImportError):
+        kernel.load()
+
+
+def test_another_version_is_an_import_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = SimpleNamespace(sageattn=lambda q, k, v, tensor_layout="HND", return_lse=False, **kwargs: q)
+    put(monkeypatch, sageattention__core=second)
+    with pytest.raises(ImportError, match=r"not version 1: pip install sageattention==1\.0\.6"):
+        SageAttnImpl.load()
+
+
+@pytest.mark.parametrize("name", ["SAGE_ATTN", "SAGE_ATTN_3"])
+def test_both_say_that_they_are_lossy_and_have_not_run_on_hardware(name: str) -> None:
+    (variant,) = Registry.built_in().get_class(name).variants
+    assert (variant.exactness, variant.run_on) == ("lossy-quantised", ())
+    assert variant.chip_fault(parse_device("cuda:10.0", {}, all_packages=True)) is not None
+
+
+@pytest.mark.parametrize(("module", "name", "double"), PUBLISHED, ids=["1", "3"])
+def test_the_stand_ins_have_the_signatures_of_the_packages(
+    module: str, name: str, double: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read from sageattention 1.0.6 and from thu-ml/SageAttention."""
+    monkeypatch.undo()
+    pytest.importorskip(module, reason=f"needs {module}")
+    theirs = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    ours = inspect.signature(double).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
