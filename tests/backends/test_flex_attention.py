@@ -102,7 +102,7 @@ COMBINATIONS: list[tuple[Any, ...]] = list(
     )
 )
 EVERY_OTHER = [(*features, bool(place % 2)) for place, features in enumerate(COMBINATIONS) if place % 5 in (0, 3)]
-"""Each pair of features meets, with causality and without; all of them take minutes."""
+"""Two of five, with causality and without: all of them take minutes."""
 
 
 @pytest.mark.parametrize(("mask", "window", "soft_cap", "packed", "causal"), EVERY_OTHER, ids=str)
