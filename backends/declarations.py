@@ -76,6 +76,9 @@ def _variant_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault
         return Fault(key, path, "declares no variants", "give it `variants`, one for each kernel")
     if not isinstance(variants, tuple) or not all(isinstance(variant, Variant) for variant in variants):
         return Fault(key, path, "its variants are not a tuple of Variant", "write variants = (Variant(...),)")
+    names = [variant.name for variant in variants]
+    if len(set(names)) < len(names):
+        return Fault(key, path, f"two of its variants have one name ({', '.join(names)})", "rename one")
     for variant in variants:
         for field in _TUPLES:
             if not isinstance(getattr(variant, field), tuple):
@@ -93,8 +96,13 @@ def _block_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault |
         if block not in BLOCKS:
             rule = f"its option block {block} has none of the names {', '.join(BLOCKS)}"
             return Fault(key, path, rule, "call it options", BLOCKS)
-        if not dataclasses.is_dataclass(schema) or not all("check" in f.metadata for f in dataclasses.fields(schema)):
-            rule = f"its option block {block} is not a dataclass whose fields are made with `option(check)`"
+        frozen = dataclasses.is_dataclass(schema) and schema.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if (
+            not dataclasses.is_dataclass(schema)
+            or not frozen
+            or not all("check" in f.metadata for f in dataclasses.fields(schema))
+        ):
+            rule = f"its option block {block} is not a frozen dataclass whose fields are made with `option(check)`"
             return Fault(key, path, rule, "make it one, see backends.options")
     return None
 

@@ -96,7 +96,9 @@ def _read(schema: type, name: str, values: Mapping[str, Any], place: Place) -> t
         if key not in checks:
             faults.append(place.fault(path, value, f"{name} has no {key}", unknown_name_remedy(key, tuple(checks))))
             continue
-        checked = checks[key](value, render(value)) if value is not None else None
+        if value is None:
+            continue  # as if it were not set
+        checked = checks[key](value, render(value))
         if isinstance(checked, Refusal):
             faults.append(place.fault(path, value, checked.rule, checked.remedy, checked.allowed))
         else:

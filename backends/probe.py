@@ -7,13 +7,16 @@ import functools
 from backends.interface import AttentionBackend, Variant
 from configs.faults import Fault
 
+# A missing symbol, library or driver; a wheel that was built for another numpy or Python.
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError, AssertionError)
+
 
 @functools.cache
 def import_faults(backend: type[AttentionBackend], variant: Variant) -> tuple[Fault, ...]:
     """The fault of a kernel that is installed and cannot be imported; asked once for each, as imports are."""
     try:
         backend.get_impl_cls(variant).load()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a missing symbol, library or driver
+    except _BROKEN as error:
         what = " or ".join(variant.distributions) or variant.kernels
         rule = f"{what} cannot be imported here ({type(error).__name__}: {error})"
         remedy = f"install it again ({variant.install}), or use TORCH_SDPA" if variant.install else "use TORCH_SDPA"

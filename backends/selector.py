@@ -103,15 +103,18 @@ class Selector:
         the platform's first candidate that serves. allow_trtllm_default: whether that may be one that asks for the
         model's permission. Raises FaultError with every fault of the explicit choice, or of all candidates.
         """
-        if self._generation is not self.registry.generation:
+        generation = self.registry.generation
+        if self._generation is not generation:
             self._cached.clear()
-            self._generation = self.registry.generation
+            self._generation = generation
         key = (role, requirements, category, allow_trtllm_default)
         found = self._cached.get(key)
         if found is None:
             within = category or requirements.kind
             entry = resolve_entry(role, within, self.config)
             found = self._select(_Asked(role, within, requirements, entry, allow_trtllm_default))
+            if self.registry.generation is not generation:  # another thread's: begin again with what holds now
+                return self.select(role, requirements, category=category, allow_trtllm_default=allow_trtllm_default)
             self._cached[key] = found
         return found
 
@@ -154,7 +157,7 @@ class Selector:
             return self._made(asked, backend, validation.variant, blocks=blocks)
         refused = Rejected(spec.backend, validation.faults)
         if spec.on_unsupported == "error":
-            raise FaultError(_refusal(asked, (refused,)))
+            raise FaultError(_refusal(asked, (refused,), self.config))
         return self._automatic(replace(asked, entry=replace(entry, source="platform")), (refused,))
 
     def _automatic(self, asked: _Asked, rejected: tuple[Rejected, ...]) -> Selection:
@@ -165,7 +168,7 @@ class Selector:
             if validation.variant is not None:
                 return self._made(asked, backend, validation.variant, rejected)
             rejected = (*rejected, Rejected(backend.get_name(), validation.faults))
-        raise FaultError(_refusal(asked, rejected))
+        raise FaultError(_refusal(asked, rejected, self.config))
 
     def _agreed(self, asked: _Asked, agreed: Agreed, rejected: tuple[Rejected, ...]) -> Selection:
         """What the ranks agreed on, which this rank has to serve too."""
@@ -173,7 +176,7 @@ class Selector:
         variant = next(variant for variant in backend.variants if variant.name == agreed.choice.variant)
         faults = variant.faults(asked.required, self.device)
         if faults:
-            raise FaultError(_refusal(asked, (Rejected(agreed.choice.backend, faults),)))
+            raise FaultError(_refusal(asked, (Rejected(agreed.choice.backend, faults),), self.config))
         return self._made(asked, backend, variant, (*rejected, *agreed.rejected))
 
     def _made(
@@ -211,7 +214,7 @@ _PERMISSION = Fault(
 )
 
 
-def _refusal(asked: _Asked, rejected: tuple[Rejected, ...]) -> list[Fault]:
+def _refusal(asked: _Asked, rejected: tuple[Rejected, ...], config: AttentionConfig) -> list[Fault]:
     """The faults of a role that nothing serves, about the key that the user set, or about the role's own key. A fault
     of an option keeps its own path below it.
     """
@@ -219,7 +222,11 @@ def _refusal(asked: _Asked, rejected: tuple[Rejected, ...]) -> list[Fault]:
     key = entry.key or f"attention.per_role.{asked.role}"
     options = {"version", *(entry.spec.blocks if entry.spec is not None else ())}
     return [
-        replace(fault, key=f"{key}.{fault.key}", origin=entry.origin)
+        replace(
+            fault,
+            key=f"{key}.{fault.key}",
+            origin=config.origins.get(f"{key}.{fault.key}", entry.origin),
+        )
         if fault.key.split(".")[0] in options
         else replace(fault, key=key, value=candidate.backend, origin=entry.origin)
         for candidate in rejected

@@ -99,7 +99,9 @@ class Attention(torch.nn.Module):
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
             scale = head_size**-0.5 if softmax_scale is None else softmax_scale
             impl_class = _overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
-            self.impl = impl_class(softmax_scale=scale, causal=causal, options=self.selection.options)
+            defaults = {block: schema() for block, schema in backend.blocks.items()}
+            options = tuple({**defaults, **dict(blocks)}.items())
+            self.impl = impl_class(softmax_scale=scale, causal=causal, options=options)
             self.impl.prepare(self.context.mesh.device, getattr(torch, self.context.dtype))
         if custom_attention is not None and not skip_sequence_parallel:
             raise ValueError(f"{name}: custom_attention owns its communication; pass skip_sequence_parallel=True")
@@ -116,6 +118,7 @@ class Attention(torch.nn.Module):
             required=required,
             variant=variant,
             option_faults=option_faults,
+            shards_rows=kind == "cross" and self.context.mesh.world_size > 1 and not skip_sequence_parallel,
             rank=self.context.mesh.rank,
             world_size=self.context.mesh.world_size,
         )
@@ -157,7 +160,7 @@ class Attention(torch.nn.Module):
         if features is not None:
             self.rules.check_features(features)
         chosen, variant, device = self.selection, self.rules.variant, self.context.device
-        replaced = chosen.requested is not None and chosen.requested != chosen.backend
+        replaced = chosen.requested is not None and chosen.source in ("platform", "agreed")
         trigger = tuple(f.rule for r in chosen.rejected if r.backend == chosen.requested for f in r.faults)
         return ExecutionPath(
             backend=chosen.backend,
@@ -198,10 +201,12 @@ class Attention(torch.nn.Module):
         batch, rows, heads, size = query.shape
         keys, kv_heads = key.shape[1], key.shape[2]
         shape = CallShape(batch, rows, keys, heads, kv_heads, size, metadata.features, metadata.packed)
+        if self.impl is None or type(self.impl).plan is AttentionImpl.plan:
+            return None  # also so that a compiler need not follow the shapes
         if shape not in self._plans:
             if len(self._plans) >= PLANS_KEPT:
                 self._plans.pop(next(iter(self._plans)))
-            self._plans[shape] = self.impl.plan(shape)  # type: ignore[union-attr]
+            self._plans[shape] = self.impl.plan(shape)
         return self._plans[shape]
 
     def _own_selection(self, role: str, category: str, required: Requirements, module: torch.nn.Module) -> Selection:

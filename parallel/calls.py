@@ -18,7 +18,7 @@ class CallRules:
     """The facts of a layer that its calls have to match; num_heads, num_kv_heads and head_size of the whole model.
 
     required: what its backend was chosen for, on this rank's share of the heads. option_faults: what the backend's
-    options keep it from taking.
+    options keep it from taking. shards_rows: a local call sees this rank's rows out of a longer sequence.
     """
 
     name: str
@@ -32,6 +32,7 @@ class CallRules:
     strategy: Strategy
     required: Requirements
     variant: Variant
+    shards_rows: bool
     option_faults: Callable[[Requirements], Iterable[Fault]]
     rank: int
     world_size: int
@@ -51,15 +52,16 @@ class CallRules:
         rows, keys = query.shape[1], key.shape[1]
         if self.strategy == "ulysses":
             rows = keys = self._check_plan(query, key, plan).length
-        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        learned = [tensor for tensor in (query, key, value, metadata.sinks) if tensor is not None]
+        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
         if gradient and self.strategy != "local":
             raise ValueError(f"{self.name}: the inputs require gradients; run under torch.no_grad()")
         self._check_metadata(metadata, query.shape[0], rows, keys)
-        self.check_features(metadata.features, gradient=gradient)
+        self.check_features(metadata.features, gradient=gradient, dtype=str(query.dtype).removeprefix("torch."))
 
-    def check_features(self, features: Features, *, gradient: bool = False) -> None:
+    def check_features(self, features: Features, *, gradient: bool = False, dtype: str | None = None) -> None:
         """Raises FaultError, about the role, for what the layer's backend does not take."""
-        asked = self.required.carrying(features, gradient=gradient)
+        asked = replace(self.required.carrying(features, gradient=gradient), dtype=dtype or self.required.dtype)
         if asked == self.required:
             return
         remedy = f"choose another backend for {self.role}, or construct the layer with features={features}"
@@ -108,6 +110,12 @@ class CallRules:
         if rows != keys and (self.causal or metadata.window is not None):
             kind = "causal attention" if self.causal else "a window"
             raise ValueError(f"{self.name}: {kind} of {rows} queries to {keys} keys is ambiguous")
+        by_row = metadata.mask is not None and metadata.mask.dim() == 4 and metadata.mask.shape[2] > 1
+        if self.shards_rows and (by_row or metadata.window is not None or metadata.packed is not None):
+            raise ValueError(
+                f"{self.name}: what is told of each query row is of the whole sequence, and this rank has {rows} rows "
+                "of it; give keys a mask [B or 1, 1 or H, 1, Sk], or use one rank"
+            )
         if metadata.mask is not None:
             self._check_mask(metadata.mask, batch, rows, keys)
         if metadata.sinks is not None and tuple(metadata.sinks.shape) != (self.num_heads,):

@@ -99,7 +99,10 @@ def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, regist
     for role in selected:
         for name in registry.names():
             if name != role.selection.backend:
-                faults = registry.get_class(name).validate_configuration(role.selection.requirements, device)
+                try:
+                    faults = registry.get_class(name).validate_configuration(role.selection.requirements, device)
+                except FaultError as error:  # a class that cannot be loaded: refused when it is chosen
+                    faults = list(error.faults)
                 rules = tuple(fault.rule for fault in faults)
                 yield Alternative(role.model, role.selection.role, name, rules)
 

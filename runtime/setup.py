@@ -61,6 +61,8 @@ def negotiate(resolved: Mapping[int, Wired], places: Sequence[RankPlace]) -> Agr
     A role without one is left out: it stays a disagreement.
     """
     settled: dict[RoleKey, Agreed] = {}
+    if len({len(other.rows) for other in resolved.values()}) > 1:
+        return settled  # other models: nothing to settle
     for index, row in enumerate(resolved[0].rows):
         key = (row[1].role, row[1].requirements)
         differing = any(_choice(row) != _choice(other.rows[index]) for other in resolved.values())

@@ -6,6 +6,7 @@ selection does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -19,6 +20,7 @@ from backends.platforms.facts import DeviceFacts, parse_device
 from backends.platforms.policy import priority
 from backends.registry import Registry
 from backends.requirements import MaskKind
+from configs.faults import FaultError
 from parallel.plan import Strategy
 
 DEVICES = (
@@ -96,8 +98,11 @@ class Tables:
 
 
 def tables(registry: Registry) -> Tables:
-    """The tables of every backend of a registry. Raises FaultError for one that cannot be loaded."""
-    backends = [registry.get_class(name) for name in registry.names()]
+    """The tables of every backend of a registry that can be loaded."""
+    backends = []
+    for name in registry.names():
+        with contextlib.suppress(FaultError):  # it is refused when it is chosen
+            backends.append(registry.get_class(name))
     features = tuple(_feature_row(backend, variant) for backend in backends for variant in backend.variants)
     return Tables(features, tuple(_priority_row(label, registry) for label in DEVICES))
 

@@ -105,6 +105,8 @@ def _weighted(
     logits: torch.Tensor, query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     v = repeat_kv_heads(value, query.shape[2]).to(_wide(query)).transpose(1, 2)
+    if mask is not None:  # rows that see nothing become zeros below; until then they are numbers, for gradients too
+        logits = logits.masked_fill(~mask.any(dim=-1, keepdim=True), 0)
     weights = torch.softmax(logits, dim=-1)[..., : value.shape[1]]
     return zero_blind_rows((weights @ v).transpose(1, 2), mask).to(query.dtype)
 

@@ -144,6 +144,29 @@ def test_a_version_is_strict() -> None:
     assert fault.rule == "TORCH_SDPA has no versions to choose from"
 
 
+def test_an_option_that_is_null_is_as_if_it_were_not_set() -> None:
+    assert chosen(AttentionSpec("ROUNDING", quant={"mode": None, "bits": 4})).options == (("quant", Rounding(4)),)
+
+
+def test_a_fault_of_an_option_has_the_options_own_origin() -> None:
+    origins = {"attention.per_role.self": "my.yaml", "attention.per_role.self.version": "command line"}
+    (fault,) = refused(AttentionSpec("ROUNDING", version=3), origins)
+    assert fault.origin == "command line"
+
+
+class Twice(RoundingBackend):
+    variants = (*RoundingBackend.variants, RoundingBackend.variants[0])
+
+
+@dataclass
+class Thawed:
+    bits: int | None = option(whole(2, 8))
+
+
+class WithThawedBlock(RoundingBackend):
+    blocks: ClassVar[Mapping[str, type]] = {"quant": Thawed}
+
+
 class WrongBlock(RoundingBackend):
     blocks: ClassVar[Mapping[str, type]] = {"rounding": Rounding}
 
@@ -154,7 +177,12 @@ class NotADataclass(RoundingBackend):
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("WrongBlock", "has none of the names quant"), ("NotADataclass", "is not a dataclass whose fields are made")],
+    [
+        ("WrongBlock", "has none of the names quant"),
+        ("NotADataclass", "is not a frozen dataclass whose fields are made"),
+        ("WithThawedBlock", "is not a frozen dataclass whose fields are made"),
+        ("Twice", "two of its variants have one name"),
+    ],
 )
 def test_a_declaration_with_an_odd_block_is_no_backend(name: str, rule: str) -> None:
     with pytest.raises(FaultError, match=rule):

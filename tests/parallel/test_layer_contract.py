@@ -236,6 +236,54 @@ def test_what_makes_no_sense_is_refused(metadata: AttentionMetadata, message: st
         layer_of(context_of(backend="REFERENCE"))(*qkv(), metadata)
 
 
+@pytest.mark.parametrize("backend", ["REFERENCE", "TORCH_SDPA"])
+def test_rows_that_see_nothing_have_no_part_in_gradients(backend: str) -> None:
+    tensors = [tensor.requires_grad_() for tensor in qkv()]
+    mask = drawn(2, 1, LENGTH, LENGTH)
+    mask[:, :, 3] = False
+    layer_of(context_of(backend=backend))(*tensors, AttentionMetadata(mask)).sum().backward()
+    assert all(tensor.grad is not None and bool(torch.isfinite(tensor.grad).all()) for tensor in tensors)
+    assert not bool(tensors[0].grad[:, 3].any())  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "carried",
+    [
+        AttentionMetadata(window=(1, 1)),
+        AttentionMetadata(drawn(1, 1, LENGTH, LENGTH)),
+        AttentionMetadata(packed=PackedLengths((5, 7), (5, 7))),
+    ],
+)
+def test_what_is_told_of_each_row_is_refused_where_a_rank_has_some_of_them(carried: AttentionMetadata) -> None:
+    context = context_of(Mesh(1, 2, torch.device("cpu")), backend="REFERENCE")
+    layer = Attention(HEADS, SIZE, role="cross", kind="cross", context=context)
+    with pytest.raises(ValueError, match="this rank has 12 rows of it"):
+        layer(*qkv(), carried)
+    assert layer(*qkv(), AttentionMetadata(drawn(2, 1, 1, LENGTH))).shape == qkv()[0].shape
+
+
+def test_sinks_that_are_learned_count_as_gradients() -> None:
+    sinks = torch.nn.Parameter(torch.zeros(HEADS))
+    plan = plan_sequence(2 * LENGTH, HEADS, 2)
+    layer = layer_of(context_of(Mesh(0, 2, torch.device("cpu")), backend="REFERENCE"))
+    with pytest.raises(ValueError, match="require gradients"):
+        layer(*qkv(), AttentionMetadata(sinks=sinks), plan=plan)
+
+
+class Fp32Backend(AttentionBackend):
+    variants = (Variant("fp32", "backends.kernels.reference.ReferenceImpl", takes=Capabilities(dtypes=("float32",))),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FP32"
+
+
+def test_a_call_in_another_dtype_than_the_backend_takes_is_refused() -> None:
+    layer = layer_of(context_of(backend="FP32", register={"FP32": f"{__name__}.Fp32Backend"}))
+    with pytest.raises(FaultError, match="dtype float64 is not supported; it takes float32"):
+        layer(*(tensor.double() for tensor in qkv()))
+
+
 def test_metadata_stays_as_it_was() -> None:
     carried = CARRIED["per_head"]
     with pytest.raises(AttributeError):
@@ -392,7 +440,7 @@ def test_a_local_call_compiles_without_breaks_and_gives_the_same() -> None:
 
     layer = layer_of()
     eager = layer(*qkv())
-    compiled = torch.compile(layer, backend=count, fullgraph=True)
+    compiled = torch.compile(layer_of(), backend=count, fullgraph=True)  # one that has never run
     assert torch.equal(compiled(*qkv()), eager)
     assert torch.equal(compiled(*qkv()), eager)
     assert len(graphs) == 1
