@@ -106,7 +106,7 @@ def test_a_job_ends_as_its_run_does(head: tuple[str, str], checkout: Path, tmp_p
     prompt = ("--prompt", "a red circle, moving right; $HOME")
 
     good = submit(jobs, checkout, "good", *prompt, "parallel.world_size=2", *size, f"run.dir={tmp_path}/good")
-    refused = submit(jobs, checkout, "refused", *prompt, "generate.frames=6", *size)
+    refused = submit(jobs, checkout, "refused", *prompt, "generate.guidance_2=3.0", *size)
     crowded = submit(jobs, checkout, "crowded", *prompt, "parallel.world_size=4", *size, f"run.dir={tmp_path}/full")
 
     assert good[:2] == ("SUCCEEDED", 0), good[2]
@@ -114,7 +114,7 @@ def test_a_job_ends_as_its_run_does(head: tuple[str, str], checkout: Path, tmp_p
     content = json.loads((tmp_path / "good" / "summary.json").read_text())
     assert content["requests"][0]["prompt"] == "a red circle, moving right; $HOME"
     assert refused[:2] == ("FAILED", 2), refused[2]
-    assert "a video has 4n + 1 frames" in refused[2]
+    assert "generate.guidance_2=3.0: the model has one stage" in refused[2]
     assert crowded[:2] == ("FAILED", 3), crowded[2]
     assert "parallel.world_size=4: the cluster has room for 2 ranks" in crowded[2]
 
