@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from backends.platforms.facts import DeviceFacts
@@ -13,7 +13,7 @@ from backends.probe import import_faults
 from backends.registry import Registry
 from backends.selection import Agreement
 from backends.selector import Selector
-from configs.schema import AttentionConfig
+from configs.schema import AttentionConfig, ParallelConfig
 from parallel.events import Event
 from parallel.mesh import Mesh
 from parallel.transport.torch_dist import TorchTransport
@@ -24,7 +24,7 @@ class AttentionContext:
     """mesh and transport of this rank, the catalog and configuration to choose from, and where events go.
 
     dtype: of the activations, by name. emit: called on the rank's own thread with each event. agreement: what the
-    ranks settled on for automatic roles.
+    ranks settled on for automatic roles. parallel: the strategy and the degrees that are asked for.
     """
 
     mesh: Mesh
@@ -35,6 +35,7 @@ class AttentionContext:
     dtype: str
     emit: Callable[[Event], None]
     agreement: Agreement | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @cached_property
     def selector(self) -> Selector:

@@ -96,6 +96,7 @@ class Rank:
             dtype=spec.dtype,
             emit=lambda event: self._emit(event),
             agreement=spec.agreement,
+            parallel=spec.config.parallel,
         )
         for name in ("transformer", "transformer_2"):
             model = getattr(self.pipe, name, None)

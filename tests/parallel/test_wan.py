@@ -194,8 +194,8 @@ def run_without_exchange(mesh: Mesh, path: Path) -> torch.Tensor:
     transport = sharded.context.transport
     real = transport._exchange
 
-    def keep(verb: str, send: torch.Tensor, counts: Any) -> torch.Tensor:
-        return real(verb, send, counts) if verb == "gather_rows" else send
+    def keep(verb: str, send: torch.Tensor, counts: Any, group: Any) -> torch.Tensor:
+        return real(verb, send, counts, group) if verb == "gather_rows" else send
 
     transport._exchange = keep  # type: ignore[method-assign]
     out: torch.Tensor = model(**inputs_of(model.config, TOKENS_36, False), return_dict=False)[0]
