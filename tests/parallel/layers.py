@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from backends.interface import Kind
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.schema import AttentionConfig, AttentionSpec, ParallelConfig
+from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import AttentionRan
 from parallel.mesh import Mesh
@@ -55,3 +57,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def layer_with(context: AttentionContext, heads: int, size: int, *, kind: Kind = "self", **options: Any) -> Attention:
+    """A layer of a context, in a role that is called as its kind."""
+    return Attention(heads, size, role=kind, kind=kind, context=context, **options)
