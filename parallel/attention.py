@@ -9,14 +9,12 @@ import torch
 from backends.execution import ExecutionPath, Fallback, compilation_of, support_of
 from backends.interface import AttentionImpl, AttentionMetadata, Features, Variant
 from backends.requirements import NO_FEATURES, Kind, Requirements
-from backends.selection import Selection
-from backends.selector import resolve_entry
 from backends.variant import EVERYTHING
-from configs.faults import Fault, FaultError
+from configs.faults import Fault
 from parallel.calls import CallRules
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
-from parallel.kernel import BackendKernel, OwnKernel, overridden
+from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RINGS, RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -25,7 +23,6 @@ from parallel.strategies.sharded import Attended, sharded_attention
 from parallel.strategies.work import Result
 from parallel.transport.torch_dist import QueryKeyValue
 
-CUSTOM = "custom_attention"
 NO_METADATA = AttentionMetadata()
 
 
@@ -91,9 +88,11 @@ class Attention(torch.nn.Module):
             if not skip_sequence_parallel:
                 raise ValueError(f"{name}: custom_attention owns its communication; pass skip_sequence_parallel=True")
             self.way = Way()
-            self.selection = self._own_selection(role, category, call.required(self.way), custom_attention)
+            self.selection = own_selection(
+                role, category, call.required(self.way), custom_attention, self.context.config
+            )
             variant = Variant("own", self.selection.class_path, takes=EVERYTHING)
-            self.custom = custom_attention
+            self.custom = custom_attention  # its parameters are the layer's
             self.kernel_call: BackendKernel | OwnKernel = OwnKernel(custom_attention, self.selection.class_path)
         else:
             planned = choose(
@@ -262,28 +261,6 @@ class Attention(torch.nn.Module):
             return impl
 
         return make
-
-    def _own_selection(self, role: str, category: str, required: Requirements, module: torch.nn.Module) -> Selection:
-        """The record of a layer that no backend serves. Raises FaultError if the configuration chose one for it."""
-        entry = resolve_entry(role, category, self.context.config)
-        path = f"{type(module).__module__}.{type(module).__qualname__}"
-        if entry.explicit is not None and entry.source in ("role", "parent"):
-            rule = f"{role} computes with the model's own {path}, and nothing would use a backend"
-            raise FaultError([Fault(entry.key, entry.explicit.backend, rule, "leave it out", origin=entry.origin)])
-        return Selection(
-            role=role,
-            kind=required.kind,
-            category=category,
-            requirements=required,
-            requested=None,
-            backend=CUSTOM,
-            variant="own",
-            class_path=path,
-            source="model",
-            key="",
-            origin="",
-            exactness="exact",
-        )
 
     def _report(self, query: torch.Tensor, attended: Attended) -> None:
         self._reported = True

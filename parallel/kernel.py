@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape
+from backends.requirements import Requirements
+from backends.selection import Selection
+from backends.selector import resolve_entry
+from configs.faults import Fault, FaultError
+from configs.schema import AttentionConfig
 from parallel.strategies.work import Result
 
+CUSTOM = "custom_attention"
 PLANS_KEPT = 32
 """By a layer, of the shapes that it met; of packed calls every set of lengths is one."""
 
@@ -102,3 +108,28 @@ def overridden(
             f"{selected.__module__}.{selected.__qualname__}, which was selected"
         )
     return own
+
+
+def own_selection(
+    role: str, category: str, required: Requirements, module: torch.nn.Module, config: AttentionConfig
+) -> Selection:
+    """The record of a layer that no backend serves. Raises FaultError if the configuration chose one for it."""
+    entry = resolve_entry(role, category, config)
+    path = f"{type(module).__module__}.{type(module).__qualname__}"
+    if entry.explicit is not None and entry.source in ("role", "parent"):
+        rule = f"{role} computes with the model's own {path}, and nothing would use a backend"
+        raise FaultError([Fault(entry.key, entry.explicit.backend, rule, "leave it out", origin=entry.origin)])
+    return Selection(
+        role=role,
+        kind=required.kind,
+        category=category,
+        requirements=required,
+        requested=None,
+        backend=CUSTOM,
+        variant="own",
+        class_path=path,
+        source="model",
+        key="",
+        origin="",
+        exactness="exact",
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
+from parallel.grid import ExchangeCounts, Grid, Stream
 from parallel.heads import HeadSplit, split_heads
 from parallel.rows import Rows, chain, rows, split
 
@@ -32,71 +33,6 @@ def usable_world_sizes(heads: int, limit: int | None = None) -> tuple[int, ...]:
     """The numbers of ranks that divide `heads`, up to `limit`."""
     top = heads if limit is None else min(heads, limit)
     return tuple(size for size in range(1, top + 1) if heads % size == 0)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A run of tokens. Of a sharded one each rank holds some rows; of a replicated one (`sharded=False`) all ranks hold
-    all. queries: whether its rows ask; those of a replicated one may be keys and values only.
-
-    Raises ValueError for a negative length, and for a sharded stream without queries.
-    """
-
-    name: str
-    length: int
-    sharded: bool = True
-    queries: bool = True
-
-    def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"stream {self.name} has {self.length} rows; it has at least none")
-        if self.sharded and not self.queries:
-            raise ValueError(f"stream {self.name} is sharded and asks nothing; only a replicated one may be keys alone")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ulysses degree x ring degree. Rank r * ulysses + u is place u of Ulysses group r and place r of ring group u, so
-    that a Ulysses group is a run of ranks, which a node can hold.
-    """
-
-    ulysses: int = 1
-    ring: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.ulysses * self.ring
-
-    def __str__(self) -> str:
-        return f"{self.ulysses}x{self.ring}"
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """(r, u) of a rank."""
-        return divmod(rank, self.ulysses)
-
-    def ulysses_group(self, rank: int) -> range:
-        first = rank - rank % self.ulysses
-        return range(first, first + self.ulysses)
-
-    def ring_group(self, rank: int) -> range:
-        return range(rank % self.ulysses, self.size, self.ulysses)
-
-
-@dataclass(frozen=True)
-class ExchangeCounts:
-    """Items that one rank sends to, and receives from, each rank of a group in one all-to-all."""
-
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-
-    def times(self, factor: int) -> ExchangeCounts:
-        return ExchangeCounts(
-            tuple(count * factor for count in self.sends), tuple(count * factor for count in self.receives)
-        )
-
-    @property
-    def reversed(self) -> ExchangeCounts:
-        return ExchangeCounts(self.receives, self.sends)
 
 
 @dataclass(frozen=True)
@@ -223,13 +159,20 @@ class ShardPlan:
         """Packed Q, K and V within a Ulysses group: my rows of everybody's heads against everybody's rows of my heads;
         in (row, head) pairs.
         """
-        mine, place = len(self.shares[rank].sent_keys), self.grid.place(rank)[1]
-        return ExchangeCounts(
-            tuple(mine * self.heads.heads_at(other) for other in range(self.grid.ulysses)),
-            tuple(
-                len(self.shares[other].sent_keys) * self.heads.heads_at(place)
-                for other in self.grid.ulysses_group(rank)
-            ),
+        return self._scattered[rank]
+
+    @cached_property
+    def _scattered(self) -> tuple[ExchangeCounts, ...]:
+        rows, heads = [len(share.sent_keys) for share in self.shares], self.heads
+        places = range(self.grid.ulysses)
+        return tuple(
+            ExchangeCounts(
+                tuple(rows[rank] * heads.heads_at(place) for place in places),
+                tuple(
+                    rows[other] * heads.heads_at(rank % self.grid.ulysses) for other in self.grid.ulysses_group(rank)
+                ),
+            )
+            for rank in range(self.world_size)
         )
 
     @cached_property
@@ -246,23 +189,27 @@ class ShardPlan:
         """The ranks that exchange results."""
         return range(self.world_size) if self.returns_to_all else self.grid.ulysses_group(rank)
 
-    def returned_rows(self, source: int, target: int) -> Rows:
-        """The rows of a result that one rank computes for another: its own rows, if they are of one Ulysses group, and
-        those that every rank gets.
+    def returned_rows(self, source: int, target: int) -> int:
+        """How many rows of a result one rank computes for another: the other's own, if they are of one Ulysses group,
+        and those that every rank gets.
         """
-        fixed = self.shares[source].fixed_queries
-        if self.grid.place(source)[0] != self.grid.place(target)[0]:
-            return fixed
-        return chain((self.shares[target].sent_queries, fixed))
+        together = self.grid.place(source)[0] == self.grid.place(target)[0]
+        own = len(self.shares[target].sent_queries) if together else 0
+        return own + len(self.shares[source].fixed_queries)
 
     def gather_heads(self, rank: int) -> ExchangeCounts:
         """The output on its way back; in (row, head) pairs."""
-        group = self.return_group(rank)
-        places = [len(self.heads.query[self.grid.place(other)[1]]) for other in group]
-        mine = len(self.heads.query[self.grid.place(rank)[1]])
-        return ExchangeCounts(
-            tuple(len(self.returned_rows(rank, other)) * mine for other in group),
-            tuple(len(self.returned_rows(other, rank)) * heads for other, heads in zip(group, places, strict=True)),
+        return self._gathered[rank]
+
+    @cached_property
+    def _gathered(self) -> tuple[ExchangeCounts, ...]:
+        heads = [len(self.heads.query[self.grid.place(rank)[1]]) for rank in range(self.world_size)]
+        return tuple(
+            ExchangeCounts(
+                tuple(self.returned_rows(rank, other) * heads[rank] for other in self.return_group(rank)),
+                tuple(self.returned_rows(other, rank) * heads[other] for other in self.return_group(rank)),
+            )
+            for rank in range(self.world_size)
         )
 
     def gather_keys(self, rank: int) -> ExchangeCounts:
@@ -270,9 +217,8 @@ class ShardPlan:
         pairs.
         """
         heads = 2 * len(self.heads.kv[self.grid.place(rank)[1]])
-        group = self.grid.ring_group(rank)
-        mine = len(self.shares[rank].keys) * heads
-        return ExchangeCounts((mine,) * len(group), tuple(len(self.shares[other].keys) * heads for other in group))
+        counts = tuple(len(self.shares[other].keys) * heads for other in self.grid.ring_group(rank))
+        return ExchangeCounts((counts[self.grid.place(rank)[0]],) * len(counts), counts)
 
     def gather_rows(self, rank: int) -> ExchangeCounts:
         """Every rank's rows of the first sharded stream to every rank; in rows."""
@@ -293,6 +239,7 @@ class ShardPlan:
         return len(self.rows[rank]) * (self.world_size - 1)
 
 
+@lru_cache(maxsize=256)
 def plan_streams(
     streams: tuple[Stream, ...],
     heads: int,
@@ -302,7 +249,9 @@ def plan_streams(
     kv_heads: int | None = None,
     zigzag: bool = False,
 ) -> ShardPlan:
-    """The plan of a call. heads, kv_heads: of the whole layer; kv_heads divide heads."""
+    """The plan of a call; the same object for the same facts, as it works out much. heads, kv_heads: of the whole
+    layer; kv_heads divide heads.
+    """
     return ShardPlan(streams, split_heads(heads, kv_heads or heads, grid.ulysses), grid, strategy, zigzag)
 
 

@@ -75,7 +75,7 @@ def unpack_results(received: torch.Tensor, batch: int, size: int, plan: ShardPla
     """My rows, then the fixed rows of all ring places, of all heads: [B, S_r + fixed, H, D]."""
     if plan.heads.even and not plan.returns_to_all:
         degree, share = plan.grid.ulysses, plan.num_heads // plan.grid.ulysses
-        rows = len(plan.returned_rows(rank, rank))
+        rows = plan.returned_rows(rank, rank)
         evenly = received.view(degree, rows, batch, share, size)
         return evenly.permute(2, 1, 0, 3, 4).reshape(batch, rows, plan.num_heads, size)
     sent = len(plan.shares[rank].sent_queries)
@@ -85,7 +85,7 @@ def unpack_results(received: torch.Tensor, batch: int, size: int, plan: ShardPla
     for other, flat in zip(plan.return_group(rank), blocks, strict=True):
         ring, place = plan.grid.place(other)
         heads = len(plan.heads.query[place])
-        block = flat.view(len(plan.returned_rows(other, rank)), batch, heads, size)
+        block = flat.view(plan.returned_rows(other, rank), batch, heads, size)
         if ring == plan.grid.place(rank)[0]:
             mine.append(block[:sent])
             block = block[sent:]
