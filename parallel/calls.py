@@ -52,11 +52,11 @@ class CallRules:
         rows, keys = query.shape[1], key.shape[1]
         if self.strategy == "ulysses":
             rows = keys = self._check_plan(query, key, plan).length
-        learned = [tensor for tensor in (query, key, value, metadata.sinks) if tensor is not None]
+        learned = [tensor for tensor in (query, key, value, metadata.sinks, metadata.bias) if tensor is not None]
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
         if gradient and self.strategy != "local":
             raise ValueError(f"{self.name}: the inputs require gradients; run under torch.no_grad()")
-        self._check_metadata(metadata, query.shape[0], rows, keys)
+        self._check_metadata(metadata, query, rows, keys)
         self.check_features(metadata.features, gradient=gradient, dtype=str(query.dtype).removeprefix("torch."))
 
     def check_features(self, features: Features, *, gradient: bool = False, dtype: str | None = None) -> None:
@@ -106,18 +106,23 @@ class CallRules:
             )
         return plan
 
-    def _check_metadata(self, metadata: AttentionMetadata, batch: int, rows: int, keys: int) -> None:
+    def _check_metadata(self, metadata: AttentionMetadata, query: torch.Tensor, rows: int, keys: int) -> None:
         if rows != keys and (self.causal or metadata.window is not None):
             kind = "causal attention" if self.causal else "a window"
             raise ValueError(f"{self.name}: {kind} of {rows} queries to {keys} keys is ambiguous")
-        by_row = metadata.mask is not None and metadata.mask.dim() == 4 and metadata.mask.shape[2] > 1
+        given = [mask for mask in (metadata.mask, metadata.bias) if mask is not None]
+        by_row = metadata.block_mask is not None or any(mask.dim() == 4 and mask.shape[2] > 1 for mask in given)
         if self.shards_rows and (by_row or metadata.window is not None or metadata.packed is not None):
             raise ValueError(
                 f"{self.name}: what is told of each query row is of the whole sequence, and this rank has {rows} rows "
                 "of it; give keys a mask [B or 1, 1 or H, 1, Sk], or use one rank"
             )
         if metadata.mask is not None:
-            self._check_mask(metadata.mask, batch, rows, keys)
+            self._check_mask("mask", metadata.mask, torch.bool, (query.shape[0], rows, keys))
+        if metadata.bias is not None:
+            self._check_mask("bias", metadata.bias, query.dtype, (query.shape[0], rows, keys))
+        if metadata.block_mask is not None:
+            self._check_block_mask(metadata, query.shape[0], rows, keys)
         if metadata.sinks is not None and tuple(metadata.sinks.shape) != (self.num_heads,):
             shape = tuple(metadata.sinks.shape)
             raise ValueError(f"{self.name}: sinks are {shape}; they are one for each of {self.num_heads} heads")
@@ -142,26 +147,45 @@ class CallRules:
         if (self.causal or metadata.window is not None) and lengths.query != lengths.key:
             raise ValueError(f"{self.name}: documents with other query than key lengths have no common positions")
 
-    def _check_mask(self, mask: torch.Tensor, batch: int, rows: int, keys: int) -> None:
-        if mask.dtype != torch.bool or mask.dim() != 4:
+    def _check_mask(self, name: str, mask: torch.Tensor, dtype: torch.dtype, call: tuple[int, int, int]) -> None:
+        batch, rows, keys = call
+        if mask.dtype != dtype or mask.dim() != 4:
             raise ValueError(
-                f"{self.name}: a mask is boolean, [B or 1, 1 or H, Sq or 1, Sk], not {mask.dtype} {tuple(mask.shape)}"
+                f"{self.name}: a {name} is {dtype}, [B or 1, 1 or H, Sq or 1, Sk], not {mask.dtype} {tuple(mask.shape)}"
             )
         fits = mask.shape[0] in (1, batch) and mask.shape[1] in (1, self.num_heads) and mask.shape[2] in (1, rows)
         if not fits or mask.shape[3] != keys:
             raise ValueError(
-                f"{self.name}: the mask is {tuple(mask.shape)}; the call is of batch {batch}, with {self.num_heads} "
+                f"{self.name}: the {name} is {tuple(mask.shape)}; the call is of batch {batch}, with {self.num_heads} "
                 f"heads, {rows} query rows and {keys} keys"
             )
+
+    def _check_block_mask(self, metadata: AttentionMetadata, batch: int, rows: int, keys: int) -> None:
+        beside = [name for name in ("mask", "window", "packed") if getattr(metadata, name) is not None]
+        if beside or self.causal:
+            raise ValueError(
+                f"{self.name}: a block_mask beside {', '.join(beside) or 'causal attention'}: it says alone who looks "
+                "at whom; put the rest into its mask_mod"
+            )
+        shape = tuple(metadata.block_mask.shape) if metadata.block_mask is not None else ()
+        if shape[0] not in (1, batch) or shape[1] not in (1, self.num_heads) or shape[2:] != (rows, keys):
+            raise ValueError(
+                f"{self.name}: the block_mask is {shape}; the call is of batch {batch}, with {self.num_heads} heads, "
+                f"{rows} query rows and {keys} keys"
+            )
+        if self.strategy != "local":
+            raise ValueError(f"{self.name}: a block_mask is not served under {self.strategy} yet; give a mask")
 
 
 def of_heads(metadata: AttentionMetadata, heads: range) -> AttentionMetadata:
     """What a rank that computes these heads needs of it."""
-    mask, sinks = metadata.mask, metadata.sinks
+    mask, bias, sinks = metadata.mask, metadata.bias, metadata.sinks
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, heads.start : heads.stop]
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias[:, heads.start : heads.stop]
     if sinks is not None:
         sinks = sinks[heads.start : heads.stop]
-    if mask is metadata.mask and sinks is metadata.sinks:
+    if mask is metadata.mask and bias is metadata.bias and sinks is metadata.sinks:
         return metadata
-    return replace(metadata, mask=mask, sinks=sinks)
+    return replace(metadata, mask=mask, bias=bias, sinks=sinks)

@@ -43,7 +43,7 @@ DEVICES = (
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
-SWITCHES = ("causal", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
+SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
 _BASE = Requirements(head_size=128, num_heads=8, num_kv_heads=8, dtype="bfloat16", kind="self")
 
 
@@ -62,6 +62,7 @@ class FeatureRow:
     head_sizes: str
     masks: tuple[str, ...]
     causal: bool
+    bias: bool
     window: bool
     soft_cap: bool
     sinks: bool
@@ -70,6 +71,7 @@ class FeatureRow:
     packed: bool
     lse: bool
     gradient: bool
+    lse_gradient: bool
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     exactness: str
@@ -142,6 +144,7 @@ def _feature_row(backend: type[AttentionBackend], variant: Variant) -> FeatureRo
         head_sizes=describe_sizes(sizes),
         masks=tuple(mask for mask in MASKS if mask != "none" and takes(mask=mask)),
         grouped=takes(num_kv_heads=base.num_heads // 2),
+        lse_gradient=takes(lse=True, gradient=True),
         value_head_size=takes(value_head_size=base.head_size * 2),
         strategies=get_args(Strategy),
         options=tuple(f"{block}.{name}" for block, schema in backend.blocks.items() for name in field_names(schema)),

@@ -42,7 +42,7 @@ def _takes(masks: tuple[MaskKind, ...], *, window: bool, soft_cap: bool) -> Capa
         causal=True,
         grouped=True,
         dtypes=("bfloat16", "float16"),
-        head_sizes=HeadSizes(0, None, (64, 128, 256)),
+        head_sizes=HeadSizes(0, None, (64, 128)),
         masks=masks,
         window=window,
         soft_cap=soft_cap,
