@@ -12,7 +12,7 @@ from backends.interface import AttentionBackend, Capabilities, HeadSizes, Varian
 
 _IMPL = "backends.kernels.flash_attn_hub"
 _PACKAGE = "kernels"
-_LEAST = "0.16.1"  # from there on `get_kernel` and `get_loaded_kernels` are as they are called here
+_LEAST = "0.16.1"  # what was read; its `get_kernel` asks for a version, as that of 0.17.2 does
 
 
 def _variant(name: str, impl: str, head_sizes: HeadSizes, *chips: str) -> Variant:

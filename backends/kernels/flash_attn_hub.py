@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ _UNREACHABLE: tuple[type[Exception], ...] = (ValueError, *HfHubHTTPError.__bases
 
 @dataclass(frozen=True)
 class HubKernel:
-    """module: of the kernel. commit: of its repository; empty where a local folder stands for it (LOCAL_KERNELS)."""
+    """commit: of its repository; `local` for a folder that stands for it (LOCAL_KERNELS, a variable of `kernels`)."""
 
     module: Any
     commit: str
@@ -34,7 +35,7 @@ def hub_kernel(repository: str, version: int) -> HubKernel:
     """The kernel, downloaded if this node does not have it. Raises FaultError if it cannot be had or does not load, and
     what the import of `kernels` raises.
     """
-    get, loaded = imported("kernels.get_kernel"), imported("kernels.get_loaded_kernels")
+    get = imported("kernels.get_kernel")
     try:
         module = get(repository, version=version)
     except (FileNotFoundError, RuntimeError, ImportError, AttributeError) as error:
@@ -43,13 +44,13 @@ def hub_kernel(repository: str, version: int) -> HubKernel:
     except _UNREACHABLE as error:
         ways = "let this node reach huggingface.co, or fill its cache before"
         raise FaultError([_fault(repository, version, error, ways)]) from error
-    origins = [one.repo_info for one in loaded() if one.module is module]
-    return HubKernel(module, origins[0].revision if origins and origins[0] is not None else "")
+    parts = Path(module.__file__).parts  # in the Hub's cache: .../snapshots/COMMIT/build/...
+    return HubKernel(module, parts[parts.index("snapshots") + 1] if "snapshots" in parts else "local")
 
 
 def _fault(repository: str, version: int, error: Exception, ways: str) -> Fault:
     kernel = f"{repository}, version {version}"
-    reason = next(iter(str(error).splitlines()), "").rstrip(":")
+    reason = next(iter(str(error).splitlines()), "").rstrip(".:")
     rule = f"{kernel}, cannot be had from the Hugging Face Hub here ({type(error).__name__}: {reason})"
     return Fault("packages", kernel, rule, f"{ways}, or use FLASH_ATTN or TORCH_SDPA")
 

@@ -131,10 +131,9 @@ def test_the_report_names_the_commit_that_ran(kernel: type[HubImpl], hub: Hub) -
 
 
 @every_kernel
-def test_a_local_folder_that_stands_for_the_kernel_has_no_commit(kernel: type[HubImpl], hub: Hub) -> None:
-    hub.local = True
-    repository, version = KERNELS[kernel]
-    assert made(kernel).kernel == f"{repository}@v{version}.flash_attn_func"
+def test_a_local_folder_that_stands_for_the_kernel_is_reported_as_one(kernel: type[HubImpl], hub: Hub) -> None:
+    hub.folder = "/home/me/my-kernel/build"
+    assert made(kernel).kernel == f"{KERNELS[kernel][0]}@local.flash_attn_func"
 
 
 @every_kernel
@@ -170,7 +169,7 @@ def test_a_kernel_that_cannot_be_had_is_refused_with_the_reason_and_the_way_out(
     (fault,) = pickle.loads(pickle.dumps(caught.value)).faults
     repository = {"FLASH_ATTN_HUB": "flash-attn2, version 2", "FLASH_ATTN_3_HUB": "flash-attn3, version 1"}[name]
     assert (fault.key, fault.value, fault.origin) == ("attention.per_role.self", name, "command line")
-    said = str(error).splitlines()[0].rstrip(":")
+    said = str(error).splitlines()[0].rstrip(".:")
     assert fault.rule == (
         f"kernels-community/{repository}, cannot be had from the Hugging Face Hub here ({type(error).__name__}: {said})"
     )
