@@ -53,17 +53,25 @@ def signatures_in(archive: Archive, every: Iterable[Called]) -> tuple[Signature,
 
 
 def merged(old: Iterable[Signature], new: Iterable[Signature], every: Iterable[Called]) -> tuple[Signature, ...]:
-    """`new` in place of what was read of the same distribution and version; what is no longer called goes."""
+    """`new` in place of what was read of the same version, or of the same repository at any commit; what is no longer
+    called goes.
+    """
     wanted = [(one.path, one.origin) for one in every]
     new = tuple(new)
-    again = {(entry.distribution, entry.version) for entry in new}
+    again = {_release(entry) for entry in new}
     kept = [
         entry
         for entry in old
-        if (entry.distribution, entry.version) not in again
+        if _release(entry) not in again
         and any(entry.distribution == origin and _is_of(entry.callable, path) for path, origin in wanted)
     ]
     return tuple(sorted((*kept, *new), key=lambda entry: (entry.callable, entry.distribution, entry.source)))
+
+
+def _release(entry: Signature) -> tuple[str, str]:
+    """Commits have no order that could be seen here, so there is one of a repository."""
+    repository, at, _ = entry.source.partition("@")
+    return entry.distribution, repository if at else entry.version
 
 
 def _is_of(recorded: str, path: str) -> bool:

@@ -182,6 +182,15 @@ def test_what_is_read_again_is_replaced_and_what_is_no_longer_called_goes(archiv
     assert len(json.loads((tmp_path / "signatures.json").read_text())) == 3
 
 
+def test_of_a_repository_one_commit_is_kept(tmp_path: Path) -> None:
+    every = [Called("pkg.later", "my-pkg", frozenset())]
+    entries = merged((), signatures_in(read(str(wheel(tmp_path))), every), every)
+    for commit in ("0" * 40, "1" * 40):
+        path = packed(tmp_path / f"{commit}.tar.gz", f"kernels-{commit}", {}, commit)
+        entries = merged(entries, signatures_in(read(f"my-pkg:me/kernels={path}"), every), every)
+    assert [entry.version for entry in entries] == ["1" * 40, "1.2.3"]
+
+
 def test_the_command_says_what_an_archive_lacks_and_leaves_the_file(tmp_path: Path) -> None:
     out = tmp_path / "signatures.json"
     out.write_bytes(FILE.read_bytes())
