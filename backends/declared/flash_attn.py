@@ -19,11 +19,13 @@ from typing import ClassVar
 
 from backends.interface import AttentionBackend, Capabilities, HeadSizes, Requirements, Variant
 from backends.options import Blocks, option
-from backends.variant import Exactness
+from backends.variant import USE_ANOTHER, Exactness
 from configs.checks import choice
 from configs.faults import Fault
 
 FP8 = "fp8_e4m3"
+FA4_DIFFERENTIATED = HeadSizes(0, None, (64, 128))
+"""Of 4.0.0b36 on Hopper. It gives gradients for 16, 48 and 80 as well, and they are wrong."""
 
 _FA4 = "backends.kernels.flash_attn.FlashAttn4Impl"
 _VENDORS = "backends.kernels.vendor_flash_attn"
@@ -31,7 +33,7 @@ _INSTALL_FA4 = "pip install 'flash-attn-4>=4.0.0b18'"
 _HALVES = ("bfloat16", "float16")
 _TO_256 = Capabilities(causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 256), masks=("none",))
 _TO_256_LSE = replace(_TO_256, lse=True, packed=True, soft_cap=True)
-_FA4_TAKES = replace(_TO_256_LSE, window=True, sinks=True, gradient=True, lse_gradient=True)
+_FA4_TAKES = replace(_TO_256_LSE, window=True, sinks=True)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:9.0",),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
-            takes=replace(_FA4_TAKES, head_sizes=HeadSizes(16, 128, (192, 256))),
+            takes=replace(
+                _FA4_TAKES, head_sizes=HeadSizes(0, None, (64, 80, 96, 112, 128)), gradient=True, lse_gradient=True
+            ),
             version=4,
             run_on=("cuda:9.0",),
         ),
@@ -140,9 +144,15 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def option_faults(cls, variant: Variant, required: Requirements, blocks: Blocks) -> Iterator[Fault]:
-        dtype = _dtype_qk(blocks)
+        dtype, size = _dtype_qk(blocks), required.head_size
         if dtype is not None and variant.name != "fa3":
             yield Fault("quant.dtype_qk", dtype, "is for FlashAttention 3 only", "set version=3, or leave quant out")
+        elif dtype is not None and size % 16:
+            rule = f"is for head sizes that are multiples of 16, and this is {size}"
+            yield Fault("quant.dtype_qk", dtype, rule, "leave quant out for this role")
+        if required.gradient and variant.name == "fa4" and size not in FA4_DIFFERENTIATED:
+            rule = f"differentiation with head size {size} is not supported; it is with {FA4_DIFFERENTIATED}"
+            yield Fault("gradient", True, rule, USE_ANOTHER)
 
     @classmethod
     def exactness_of(cls, variant: Variant, blocks: Blocks) -> Exactness:

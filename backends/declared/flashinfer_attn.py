@@ -72,7 +72,7 @@ class FlashinferAttnBackend(AttentionBackend):
             "fa3",
             "FlashinferFa3Impl",
             "0.6.18",
-            _takes(_UNMASKED, window=False, soft_cap=True),
+            _takes(_UNMASKED, window=False, soft_cap=False),
             "cuda:9.x",
             run_on=("cuda:9.0",),
         ),

@@ -36,7 +36,7 @@ class FlexAttentionBackend(AttentionBackend):
             chips=("cuda:8.x", "cuda:9.x", "cuda:10.x", "cuda:11.x", "cuda:12.x"),
             takes=replace(
                 _TAKES,
-                dtypes=("bfloat16", "float16"),
+                dtypes=("bfloat16",),
                 head_sizes=HeadSizes(0, None, (64, 128)),
                 gradient=True,
                 lse_gradient=True,

@@ -30,7 +30,9 @@ def packed_mask(lengths: PackedLengths, device: torch.device) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where a query and a key are of one document."""
     query, key = (
         torch.repeat_interleave(  # told how long it gets, it need not ask the device
-            torch.arange(len(rows), device=device), torch.tensor(rows, device=device), output_size=sum(rows)
+            torch.arange(len(rows), device=device),
+            torch.tensor(rows).to(device, non_blocking=True),
+            output_size=sum(rows),
         )
         for rows in (lengths.query, lengths.key)
     )

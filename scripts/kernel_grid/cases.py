@@ -92,7 +92,20 @@ class Claim:
     def lossy(self) -> bool:
         return self.backend.exactness_of(self.variant, self.blocks) != "exact"
 
+    @property
+    def unlimited(self) -> bool:
+        sizes = self.variant.takes.head_sizes
+        return sizes.step > 0 and sizes.limit is None
+
+    @property
+    def listed_sizes(self) -> tuple[int, ...]:
+        sizes = self.variant.takes.head_sizes
+        return tuple(size for size in range(1, max((*sizes.also, sizes.limit or 0)) + 1) if size in sizes)
+
     def takes(self, call: Call, device: DeviceFacts, **asked: Any) -> bool:
+        """Whether the grid has the call for it."""
+        if self.unlimited and call.head_size not in SAMPLED:
+            return False
         required = replace(call.requirements, **asked)
         faults = (
             *self.variant.faults(required, device),
@@ -118,11 +131,8 @@ def claims(registry: Registry, device: DeviceFacts) -> Iterator[Claim]:
 
 def head_sizes(claimed: tuple[Claim, ...]) -> tuple[int, ...]:
     """Every size that some variant lists or limits, and `SAMPLED`, for those that take any."""
-    limited = {size for claim in claimed for size in range(1, 257) if size in claim.variant.takes.head_sizes} - {
-        size for claim in claimed if claim.variant.takes.head_sizes.limit is None for size in range(1, 257)
-    }
-    listed = {size for claim in claimed for size in claim.variant.takes.head_sizes.also}
-    return tuple(sorted(limited | listed | set(SAMPLED)))
+    listed = (size for claim in claimed if not claim.unlimited for size in claim.listed_sizes)
+    return tuple(sorted({*listed, *SAMPLED}))
 
 
 def calls(

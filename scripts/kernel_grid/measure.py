@@ -18,9 +18,9 @@ from backends.platforms.facts import DeviceFacts
 from kernel_grid.cases import HEADS, Call, Claim
 
 TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5, "float64": 1e-12}
-"""Relative L2 error of the output; of gradients twice that."""
-LSE_TOLERANCE = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-4, "float64": 1e-10}
-"""Absolute, of the largest."""
+"""Relative L2 error of the output; of gradients three times that, as they go through three roundings more."""
+LSE_TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5, "float64": 1e-12}
+"""Absolute, of the largest: an error of e is one of e in the weight of what is merged by it."""
 LOSSY, LOSSY_LSE = 0.1, 0.2
 """Relative L2 error of an output, and absolute one of a log-sum-exp, that is declared lossy."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,13 +29,14 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Outcome:
     """errors: by what was compared (output, lse, gradient, lse_gradient); each is at most its tolerance if the case
-    passes. fault: why it does not. synchronises: the call waits for the device.
+    passes. fault: why it does not. refused: why the kernel's own plan takes no call of these lengths. synchronises: the call waits for the device.
     """
 
     claim: str
     call: Call
     errors: dict[str, float]
     fault: str | None = None
+    refused: str | None = None
     synchronises: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,16 +136,23 @@ def _documents(call: Call) -> PackedLengths:
 
 
 def measure(claim: Claim, exact: Exact, device: DeviceFacts) -> Outcome:
-    """Runs a call that the claim takes. What the kernel raises is a fault of the case, and so is a wrong result."""
-    errors: dict[str, float] = {}
+    """Runs a call that the claim takes. What the kernel raises is a fault of the case, and so is a wrong result; what
+    its plan raises, before anything runs, is a refusal.
+    """
+    call, metadata, errors = exact.call, exact.metadata, dict[str, float]()
     synchronises = False
     try:
         impl = _impl(claim, exact)
-        synchronises = _compare(claim, exact, device, impl, errors)
+        shape = (call.batch, call.rows, call.keys, HEADS, call.kv_heads, call.head_size)
+        try:
+            plan = impl.plan(CallShape(*shape, metadata.features, metadata.packed))
+        except ValueError as error:
+            return Outcome(claim.name, call, errors, refused=str(error)[:300])
+        synchronises = _compare(claim, exact, device, impl, plan, errors)
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, ImportError, OSError) as error:
         text = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        return Outcome(claim.name, exact.call, errors, text, synchronises)
-    return Outcome(claim.name, exact.call, errors, _fault(claim, exact.call, errors), synchronises)
+        return Outcome(claim.name, call, errors, text, synchronises=synchronises)
+    return Outcome(claim.name, call, errors, _fault(claim, call, errors), synchronises=synchronises)
 
 
 def _impl(claim: Claim, exact: Exact) -> AttentionImpl:
@@ -158,11 +166,11 @@ def _impl(claim: Claim, exact: Exact) -> AttentionImpl:
     return made
 
 
-def _compare(claim: Claim, exact: Exact, device: DeviceFacts, impl: AttentionImpl, errors: dict[str, float]) -> bool:
+def _compare(
+    claim: Claim, exact: Exact, device: DeviceFacts, impl: AttentionImpl, plan: Any, errors: dict[str, float]
+) -> bool:
     """Fills in the errors; whether the forward synchronises once it is warm."""
     call, metadata = exact.call, exact.metadata
-    shape = (call.batch, call.rows, call.keys, HEADS, call.kv_heads, call.head_size)
-    plan = impl.plan(CallShape(*shape, metadata.features, metadata.packed))
     with torch.no_grad():
         errors["output"] = _error(impl.forward(*exact.qkv, metadata, plan), exact.out)
         synchronises = _synchronises(lambda: impl.forward(*exact.qkv, metadata, plan))
@@ -241,7 +249,7 @@ def _gradient_error(found: tuple[torch.Tensor, ...], gradients: tuple[torch.Tens
 def _fault(claim: Claim, call: Call, errors: dict[str, float]) -> str | None:
     output = LOSSY if claim.lossy else TOLERANCE[call.dtype]
     lse = LOSSY_LSE if claim.lossy else LSE_TOLERANCE[call.dtype]
-    allowed = {"output": output, "lse": lse, "gradient": 2 * output, "lse_gradient": 2 * output}
+    allowed = {"output": output, "lse": lse, "gradient": 3 * output, "lse_gradient": 3 * output}
     over = [
         f"{name} is off by {error:.3g}, over {allowed[name]:g}"
         for name, error in errors.items()

@@ -12,9 +12,10 @@ MOST_FAULTS = 12
 
 @dataclass
 class Found:
-    """Of one claim. errors: the largest of each dtype and comparison."""
+    """Of one claim. refused: calls that its plan does not take. errors: the largest of each dtype and comparison."""
 
     passed: int = 0
+    refused: int = 0
     failed: int = 0
     synchronises: Counter[str] = field(default_factory=Counter)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -25,6 +26,9 @@ class Found:
         call, fault = outcome["call"], outcome["fault"]
         if outcome["synchronises"]:
             self.synchronises[call["feature"]] += 1
+        if outcome.get("refused"):
+            self.refused += 1
+            return
         if fault is not None:
             self.failed += 1
             causal = "causal " if call["causal"] else ""
@@ -48,6 +52,7 @@ def summary(outcomes: Iterable[Mapping[str, Any]], claims: Mapping[str, Any]) ->
             "takes": takes,
             "passed": found[name].passed,
             "failed": found[name].failed,
+            "refused_by_its_plan": found[name].refused,
             "largest_errors": found[name].errors,
             "waits_for_the_device": dict(found[name].synchronises),
             "faults": found[name].faults,
