@@ -16,6 +16,7 @@ from configs.faults import Fault
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "AttentionBackend",
@@ -47,7 +48,9 @@ class PackedLengths:
 class AttentionMetadata:
     """What a call carries beside Q, K and V, on the full sequence and all heads; immutable.
 
-    mask: boolean [B or 1, 1 or H, Sq or 1, Sk], True where a query may look at a key. window: how many keys before
+    mask: boolean [B or 1, 1 or H, Sq or 1, Sk], True where a query may look at a key. bias: the same shape in the
+    query's dtype, added to the scaled and capped scores; minus infinity keeps a query from a key. block_mask: torch's,
+    which says alone who looks at whom: no mask, causality, window or documents beside it. window: how many keys before
     and after its own position a query may look at, None for all. soft_cap: scores x become cap * tanh(x / cap).
     sinks: [H], a logit for each head that takes part in the softmax and has no value. packed: documents in a row.
     """
@@ -57,11 +60,14 @@ class AttentionMetadata:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     packed: PackedLengths | None = None
+    bias: torch.Tensor | None = None
+    block_mask: BlockMask | None = None
 
     @property
     def features(self) -> Features:
         return Features(
             mask=self._mask_kind,
+            bias=self.bias is not None,
             window=self.window is not None,
             soft_cap=self.soft_cap is not None,
             sinks=self.sinks is not None,
@@ -70,6 +76,8 @@ class AttentionMetadata:
 
     @property
     def _mask_kind(self) -> MaskKind:
+        if self.block_mask is not None:
+            return "block"
         if self.mask is None:
             return "none"
         if self.mask.shape[1] > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from backends.interface import AttentionBackend, Variant
-from configs.faults import Fault
+from configs.faults import Fault, FaultError
 
 # A missing symbol, library or driver; a wheel that was built for another numpy or Python.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError, AssertionError)
@@ -13,9 +13,13 @@ _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeE
 
 @functools.cache
 def import_faults(backend: type[AttentionBackend], variant: Variant) -> tuple[Fault, ...]:
-    """The fault of a kernel that is installed and cannot be imported; asked once for each, as imports are."""
+    """The fault of a kernel that is installed and cannot be imported; asked once for each, as imports are. A kernel
+    that knows more about it raises a FaultError of its own.
+    """
     try:
         backend.get_impl_cls(variant).load()
+    except FaultError as error:
+        return error.faults
     except _BROKEN as error:
         what = " or ".join(variant.distributions) or variant.kernels
         rule = f"{what} cannot be imported here ({type(error).__name__}: {error})"

@@ -19,6 +19,8 @@ class DiffusionAttentionBackendEnum(enum.Enum):
     TORCH_SDPA = "backends.declared.torch_sdpa.TorchSdpaBackend"
     CUDNN_ATTN = "backends.declared.cudnn_attn.CudnnAttnBackend"
     FLASH_ATTN = "backends.declared.flash_attn.FlashAttnBackend"
+    FLASH_ATTN_HUB = "backends.declared.flash_attn_hub.FlashAttnHubBackend"
+    FLASH_ATTN_3_HUB = "backends.declared.flash_attn_hub.FlashAttn3HubBackend"
     FLASHINFER_ATTN = "backends.declared.flashinfer_attn.FlashinferAttnBackend"
     TRTLLM_ATTN = "backends.declared.trtllm_attn.TrtllmAttnBackend"
     SAGE_ATTN = "backends.declared.sage_attn.SageAttnBackend"

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["self", "cross", "joint"]
-MaskKind = Literal["none", "key_padding", "full", "per_head"]
-"""key_padding: [B or 1, 1, 1, Sk]; full: [B or 1, 1, Sq, Sk]; per_head: [B or 1, H, Sq or 1, Sk]."""
+MaskKind = Literal["none", "key_padding", "full", "per_head", "block"]
+"""key_padding: [B or 1, 1, 1, Sk]; full: [B or 1, 1, Sq, Sk]; per_head: [B or 1, H, Sq or 1, Sk]; block: a `BlockMask`
+of torch's.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Features:
     """
 
     mask: MaskKind = "none"
+    bias: bool = False
     window: bool = False
     soft_cap: bool = False
     sinks: bool = False
@@ -34,7 +37,7 @@ class Requirements:
 
     head_size: of Q and K, and of V unless value_head_size says otherwise. num_heads, num_kv_heads: per rank. dtype:
     `float32`, `bfloat16`, `float16`, `float64`. lse: the log-sum-exp of each row is wanted too. gradient: the call is
-    differentiated. The rest is that of `Features`.
+    differentiated, and with `lse` its log-sum-exp, too. The rest is that of `Features`.
     """
 
     head_size: int
@@ -45,6 +48,7 @@ class Requirements:
     causal: bool = False
     mask: MaskKind = "none"
     value_head_size: int | None = None
+    bias: bool = False
     window: bool = False
     soft_cap: bool = False
     sinks: bool = False

@@ -19,6 +19,7 @@ Exactness = Literal["exact", "lossy-quantised", "lossy-sparse"]
 Compilation = Literal["traceable", "custom-op", "eager"]
 """How a kernel meets torch.compile: traced through, called as one opaque operator, or only outside of it."""
 EVERY_MASK: tuple[MaskKind, ...] = ("none", "key_padding", "full", "per_head")
+"""As tensors."""
 EVERYWHERE = ("cpu", "cuda", "rocm", "npu", "xpu", "musa")
 USE_ANOTHER = "use TORCH_SDPA, or leave it on auto"
 
@@ -49,8 +50,8 @@ class HeadSizes:
 class Capabilities:
     """The calls that a variant takes; what is not declared is refused.
 
-    grouped: fewer KV heads than query heads. value_head_size: V may have another head size than Q and K. The rest is as
-    in `Requirements`.
+    grouped: fewer KV heads than query heads. value_head_size: V may have another head size than Q and K. lse_gradient:
+    the log-sum-exp is differentiable as well. The rest is as in `Requirements`.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
@@ -59,12 +60,14 @@ class Capabilities:
     causal: bool = False
     grouped: bool = False
     value_head_size: bool = False
+    bias: bool = False
     window: bool = False
     soft_cap: bool = False
     sinks: bool = False
     packed: bool = False
     lse: bool = False
     gradient: bool = False
+    lse_gradient: bool = False
 
     def faults(self, required: Requirements) -> Iterator[Fault]:
         """Every reason why the call is not taken."""
@@ -90,6 +93,8 @@ class Capabilities:
         for name, text in _SWITCHES.items():
             if getattr(required, name) and not getattr(self, name):
                 yield Fault(name, True, f"{text} not supported", USE_ANOTHER)
+        if required.lse and required.gradient and self.lse and self.gradient and not self.lse_gradient:
+            yield Fault("lse", True, "differentiating the log-sum-exp is not supported", USE_ANOTHER)
 
 
 EVERYTHING = Capabilities(
@@ -97,15 +102,18 @@ EVERYTHING = Capabilities(
     causal=True,
     grouped=True,
     value_head_size=True,
+    bias=True,
     window=True,
     soft_cap=True,
     sinks=True,
     packed=True,
     lse=True,
     gradient=True,
+    lse_gradient=True,
 )
 _SWITCHES = {
     "causal": "causal attention is",
+    "bias": "an additive mask is",
     "window": "a window is",
     "soft_cap": "a soft cap of the scores is",
     "sinks": "attention sinks are",

@@ -57,9 +57,9 @@ class CallRules:
             lengths = self._check_plan(query, key, plan)
         elif plan is not None and self.cuts_rows(metadata):
             lengths = self._check_held(query, plan), key.shape[1]
-        learned = [tensor for tensor in (query, key, value, metadata.sinks) if tensor is not None]
+        learned = [tensor for tensor in (query, key, value, metadata.sinks, metadata.bias) if tensor is not None]
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
-        self._check_metadata(metadata, query.shape[0], lengths, plan)
+        self._check_metadata(metadata, query, lengths, plan)
         dtype = str(query.dtype).removeprefix("torch.")
         self.check_asked(self.asked(metadata.features, gradient=gradient, dtype=dtype, lse=lse))
 
@@ -88,7 +88,8 @@ class CallRules:
 
     def cuts_rows(self, metadata: AttentionMetadata) -> bool:
         """Whether a local call is told of each row of a sequence of which this rank has some."""
-        by_row = metadata.mask is not None and metadata.mask.dim() == 4 and metadata.mask.shape[2] > 1
+        given = [mask for mask in (metadata.mask, metadata.bias) if mask is not None]
+        by_row = metadata.block_mask is not None or any(mask.dim() == 4 and mask.shape[2] > 1 for mask in given)
         return self.shards_rows and (by_row or metadata.packed is not None)
 
     def _check_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -137,7 +138,7 @@ class CallRules:
         return plan.query_length
 
     def _check_metadata(
-        self, metadata: AttentionMetadata, batch: int, lengths: tuple[int, int], plan: ShardPlan | None
+        self, metadata: AttentionMetadata, query: torch.Tensor, lengths: tuple[int, int], plan: ShardPlan | None
     ) -> None:
         rows, keys = lengths
         if rows != keys and (self.call.causal or metadata.window is not None):
@@ -149,7 +150,11 @@ class CallRules:
                 "of it; pass the plan of the queries with a mask or documents, or use one rank"
             )
         if metadata.mask is not None:
-            self._check_mask(metadata.mask, batch, rows, keys)
+            self._check_mask("mask", metadata.mask, torch.bool, (query.shape[0], rows, keys))
+        if metadata.bias is not None:
+            self._check_mask("bias", metadata.bias, query.dtype, (query.shape[0], rows, keys))
+        if metadata.block_mask is not None:
+            self._check_block_mask(metadata, query.shape[0], rows, keys)
         if metadata.sinks is not None and tuple(metadata.sinks.shape) != (self.call.heads,):
             shape = tuple(metadata.sinks.shape)
             raise ValueError(f"{self.name}: sinks are {shape}; they are one for each of {self.call.heads} heads")
@@ -174,14 +179,35 @@ class CallRules:
         if (self.call.causal or metadata.window is not None) and lengths.query != lengths.key:
             raise ValueError(f"{self.name}: documents with other query than key lengths have no common positions")
 
-    def _check_mask(self, mask: torch.Tensor, batch: int, rows: int, keys: int) -> None:
-        if mask.dtype != torch.bool or mask.dim() != 4:
+    def _check_mask(self, name: str, mask: torch.Tensor, dtype: torch.dtype, call: tuple[int, int, int]) -> None:
+        batch, rows, keys = call
+        if mask.dtype != dtype or mask.dim() != 4:
             raise ValueError(
-                f"{self.name}: a mask is boolean, [B or 1, 1 or H, Sq or 1, Sk], not {mask.dtype} {tuple(mask.shape)}"
+                f"{self.name}: a {name} is {dtype}, [B or 1, 1 or H, Sq or 1, Sk], not {mask.dtype} {tuple(mask.shape)}"
             )
         fits = mask.shape[0] in (1, batch) and mask.shape[1] in (1, self.call.heads) and mask.shape[2] in (1, rows)
         if not fits or mask.shape[3] != keys:
             raise ValueError(
-                f"{self.name}: the mask is {tuple(mask.shape)}; the call is of batch {batch}, with {self.call.heads} "
-                f"heads, {rows} query rows and {keys} keys"
+                f"{self.name}: the {name} is {tuple(mask.shape)}; the call is of batch {batch}, with "
+                f"{self.call.heads} heads, {rows} query rows and {keys} keys"
+            )
+
+    def _check_block_mask(self, metadata: AttentionMetadata, batch: int, rows: int, keys: int) -> None:
+        beside = [name for name in ("mask", "window", "packed") if getattr(metadata, name) is not None]
+        if beside or self.call.causal:
+            raise ValueError(
+                f"{self.name}: a block_mask beside {', '.join(beside) or 'causal attention'}: it says alone who looks "
+                "at whom; put the rest into its mask_mod"
+            )
+        shape = tuple(metadata.block_mask.shape) if metadata.block_mask is not None else ()
+        if shape[0] not in (1, batch) or shape[1] not in (1, self.call.heads) or shape[2:] != (rows, keys):
+            raise ValueError(
+                f"{self.name}: the block_mask is {shape}; the call is of batch {batch}, with {self.call.heads} heads, "
+                f"{rows} query rows and {keys} keys"
+            )
+        if self.way.grid.ring > 1 or self.shards_rows:
+            where = str(self.way) if self.way.grid.ring > 1 else "some of the rows"
+            raise ValueError(
+                f"{self.name}: the blocks of a block_mask cannot be cut for {where}; give a mask, or use "
+                "parallel.strategy=ulysses"
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from backends.interface import AttentionMetadata, PackedLengths
 from parallel.pieces import take
@@ -14,14 +16,39 @@ from parallel.rows import Rows
 
 def of_heads(metadata: AttentionMetadata, heads: range) -> AttentionMetadata:
     """What a rank that computes these heads needs of it, on all rows."""
-    mask, sinks = metadata.mask, metadata.sinks
+    mask, bias, sinks, blocks = metadata.mask, metadata.bias, metadata.sinks, metadata.block_mask
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, heads.start : heads.stop]
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias[:, heads.start : heads.stop]
     if sinks is not None:
         sinks = sinks[heads.start : heads.stop]
-    if mask is metadata.mask and sinks is metadata.sinks:
+    if blocks is not None and blocks.shape[1] > 1:
+        blocks = _blocks_of(blocks, heads)
+    if mask is metadata.mask and bias is metadata.bias and sinks is metadata.sinks and blocks is metadata.block_mask:
         return metadata
-    return replace(metadata, mask=mask, sinks=sinks)
+    return replace(metadata, mask=mask, bias=bias, sinks=sinks, block_mask=blocks)
+
+
+def _blocks_of(blocks: BlockMask, heads: range) -> BlockMask:
+    """Some heads of a mask that says other things of other heads; its function still counts from the first of all."""
+    mask_mod, first = blocks.mask_mod, heads.start
+
+    def of_mine(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        return mask_mod(batch, head + first, row, key)
+
+    mine = slice(heads.start, heads.stop)
+    full_count, full = blocks.full_kv_num_blocks, blocks.full_kv_indices
+    return blocks.from_kv_blocks(
+        blocks.kv_num_blocks[:, mine],
+        blocks.kv_indices[:, mine],
+        None if full_count is None else full_count[:, mine],
+        None if full is None else full[:, mine],
+        BLOCK_SIZE=blocks.BLOCK_SIZE,
+        mask_mod=of_mine,
+        seq_lengths=blocks.seq_lengths,
+        compute_q_blocks=blocks.q_indices is not None,
+    )
 
 
 def of_rows(
@@ -29,19 +56,23 @@ def of_rows(
 ) -> AttentionMetadata:
     """What a block of some query positions and some key positions needs of it.
 
-    A mask is cut; a window, and causality where it is asked for, become part of a full mask, since a kernel counts from
+    Masks are cut; a window, and causality where it is asked for, become part of a full mask, since a kernel counts from
     the block's own first row; documents keep the rows that the block has of them.
     """
-    mask = metadata.mask
-    if mask is not None:
-        mask = take(mask, keys, dim=3)
-        if mask.shape[2] > 1:
-            mask = take(mask, queries, dim=2)
+    mask, bias = (_cut(table, queries, keys) for table in (metadata.mask, metadata.bias))
     if causal or metadata.window is not None:
         window = metadata.window or (None, None)
         seen = _seen(_positions(queries, device), _positions(keys, device), window, causal)
         mask = seen if mask is None else mask & seen
-    return replace(metadata, mask=mask, window=None, packed=_packed(metadata.packed, queries, keys))
+    return replace(metadata, mask=mask, bias=bias, window=None, packed=_packed(metadata.packed, queries, keys))
+
+
+def _cut(table: torch.Tensor | None, queries: Rows, keys: Rows) -> torch.Tensor | None:
+    """Of [B or 1, 1 or H, Sq or 1, Sk]."""
+    if table is None:
+        return None
+    of_keys = take(table, keys, dim=3)
+    return take(of_keys, queries, dim=2) if table.shape[2] > 1 else of_keys
 
 
 def _positions(rows: Rows, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,7 @@ LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
 STRATEGIES = ("local", "ulysses", "ring", "gather_kv")
 """Each alone; where both are served, so are Ulysses groups with the other between them."""
-SWITCHES = ("causal", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
+SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
 _BASE = Requirements(head_size=128, num_heads=8, num_kv_heads=8, dtype="bfloat16", kind="self")
 
 
@@ -64,6 +64,7 @@ class FeatureRow:
     head_sizes: str
     masks: tuple[str, ...]
     causal: bool
+    bias: bool
     window: bool
     soft_cap: bool
     sinks: bool
@@ -72,6 +73,7 @@ class FeatureRow:
     packed: bool
     lse: bool
     gradient: bool
+    lse_gradient: bool
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     exactness: str
@@ -144,6 +146,7 @@ def _feature_row(backend: type[AttentionBackend], variant: Variant) -> FeatureRo
         head_sizes=describe_sizes(sizes),
         masks=tuple(mask for mask in MASKS if mask != "none" and takes(mask=mask)),
         grouped=takes(num_kv_heads=base.num_heads // 2),
+        lse_gradient=takes(lse=True, gradient=True),
         value_head_size=takes(value_head_size=base.head_size * 2),
         strategies=tuple(strategy for strategy in STRATEGIES if takes(lse=strategy in RINGS)),
         options=tuple(f"{block}.{name}" for block, schema in backend.blocks.items() for name in field_names(schema)),

@@ -13,8 +13,14 @@ from runtime.tables import DEVICES, FeatureRow, Tables
 BEGIN = "<!-- feature tables: begin; `raylysses backends --write FILE` makes what follows -->"
 END = "<!-- feature tables: end -->"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-FEATURES = ("causal", "window", "soft_cap", "sinks", "grouped", "value_head_size", "packed", "lse", "gradient")
-FEATURE_TITLES = ("causal", "window", "soft cap", "sinks", "GQA", "V size", "packed", "LSE", "gradient")
+FEATURES = (
+    *("causal", "bias", "window", "soft_cap", "sinks", "grouped", "value_head_size", "packed"),
+    *("lse", "gradient", "lse_gradient"),
+)
+FEATURE_TITLES = (
+    *("causal", "additive mask", "window", "soft cap", "sinks", "GQA", "V size", "packed"),
+    *("LSE", "gradient", "LSE's gradient"),
+)
 
 
 def markdown(tables: Tables) -> str:

@@ -2,7 +2,7 @@
 
 Read from torch 2.13 (`torch/nn/attention/flex_attention.py`, `torch/_inductor/kernel/flex`): on CUDA a Triton kernel,
 for head sizes from 16 on, of Q and K as of V; on CPU the same computation as plain tensor operations, which holds all
-scores in memory, has no smallest head size and no backward. `compiled` has not been run on hardware.
+scores in memory, has no smallest head size and no backward. Of what the kernel takes, `compiled` says what was tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.faults import Fault
 
 _IMPL = "backends.kernels.flex_attention.FlexAttentionImpl"
 _TAKES = Capabilities(
-    masks=EVERY_MASK,
+    masks=(*EVERY_MASK, "block"),
     causal=True,
     grouped=True,
     value_head_size=True,
@@ -34,7 +34,13 @@ class FlexAttentionBackend(AttentionBackend):
             "compiled",
             _IMPL,
             chips=("cuda:8.x", "cuda:9.x", "cuda:10.x", "cuda:11.x", "cuda:12.x"),
-            takes=replace(_TAKES, dtypes=("float32", "bfloat16", "float16"), head_sizes=HeadSizes(16, 256)),
+            takes=replace(
+                _TAKES,
+                dtypes=("bfloat16",),
+                head_sizes=HeadSizes(0, None, (64, 128)),
+                gradient=True,
+                lse_gradient=True,
+            ),
         ),
         Variant("plain", _IMPL, chips=("cpu",), takes=_TAKES, run_on=("cpu",)),
     )

@@ -9,7 +9,9 @@ class TorchSdpaBackend(AttentionBackend):
         Variant(
             "torch",
             "backends.kernels.torch_sdpa.TorchSdpaImpl",
-            takes=Capabilities(causal=True, grouped=True, masks=EVERY_MASK, value_head_size=True, gradient=True),
+            takes=Capabilities(
+                causal=True, grouped=True, masks=EVERY_MASK, bias=True, value_head_size=True, gradient=True
+            ),
             compilation="traceable",
             run_on=("cpu", "cuda:9.0"),
         ),

@@ -148,7 +148,7 @@ class FlashinferImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ready = self._ready(query, key, value, metadata, plan)
         if ready is None:
-            return nothing_with_lse(query)
+            return nothing_with_lse(query, value)
         rows, lse = ready.wrapper.run(*ready.qkv, return_lse=True)
         natural = ready.call.all_rows(lse * math.log(2), float("-inf")).transpose(1, 2)
         return ready.output(rows), blind_lse(natural, ready.mask)

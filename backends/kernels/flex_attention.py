@@ -1,10 +1,12 @@
-"""torch.nn.attention.flex_attention: masks, windows, causality, documents and soft caps, compiled into one kernel."""
+"""torch.nn.attention.flex_attention: masks, windows, causality, documents and soft caps, compiled into one kernel; or
+a `BlockMask` of the caller's, as it is.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from backends.interface import AttentionImpl, AttentionMetadata, CallShape, PackedLengths
-from backends.kernels.ragged import shape_of
+from backends.kernels.ragged import nothing_with_lse, shape_of
 from backends.kernels.workspaces import Recent
 
 _BLOCK = 128
@@ -87,12 +89,12 @@ class Layout:
             lengths=(bounds.rows, bounds.keys),
         )
 
-    def block_mask(self, mask: torch.Tensor | None) -> BlockMask:
+    def block_mask(self, mask: torch.Tensor | None, *, gradient: bool) -> BlockMask:
         """mask: [B, H, Sq, Sk], asked for every key of the blocks that are met: what it says is on the device, so that
-        no block is left out for it.
+        no block is left out for it. gradient: with the blocks of rows that a block of keys meets, for the backward.
         """
-        made = functools.partial(  # the blocks of rows that a block of keys meets are for the backward
-            BlockMask.from_kv_blocks, BLOCK_SIZE=_BLOCK, seq_lengths=self.lengths, compute_q_blocks=False
+        made = functools.partial(
+            BlockMask.from_kv_blocks, BLOCK_SIZE=_BLOCK, seq_lengths=self.lengths, compute_q_blocks=gradient
         )
         if mask is None:
             return made(*self.cut, *self.whole, mask_mod=self.sees)
@@ -123,10 +125,7 @@ class FlexAttentionImpl(AttentionImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> torch.Tensor:
-        if not query.numel() or not key.numel():
-            return query.new_zeros(*query.shape[:3], value.shape[3])
-        out: torch.Tensor = self._attend(query, key, value, metadata, lse=False)
-        return out.transpose(1, 2)
+        return self.forward_with_lse(query, key, value, metadata, plan)[0]
 
     def forward_with_lse(
         self,
@@ -136,30 +135,38 @@ class FlexAttentionImpl(AttentionImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel knows its log-sum-exp in any case: asking for it always saves compiling it twice."""
         if not query.numel() or not key.numel():
-            batch, rows, heads, _ = query.shape
-            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-            lse = torch.full((batch, heads, rows), float("-inf"), dtype=wide, device=query.device)
-            return query.new_zeros(batch, rows, heads, value.shape[3]), lse
-        out, aux = self._attend(query, key, value, metadata, lse=True)
+            return nothing_with_lse(query, value)
+        out, aux = self._attend(query, key, value, metadata)
         return out.transpose(1, 2), aux.lse
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata, *, lse: bool
-    ) -> Any:
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> Any:
         shape = shape_of(query, key, metadata)
         lengths = shape.query_length, shape.key_length
-        bounds = Bounds(query.device, *lengths, self.causal, metadata.window, metadata.packed)
-        given = metadata.mask
-        mask = None if given is None else given.expand(shape.batch, shape.num_heads, *lengths)
-        blocks = None if mask is None and bounds.are_none else self._layout(bounds).block_mask(mask)
+        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        blocks = (
+            metadata.block_mask
+            if metadata.block_mask is not None
+            else self._blocks(query.device, shape, metadata, gradient)
+        )
         cap = None if metadata.soft_cap is None else _capped(metadata.soft_cap)
         tensors = (query.dtype, shape.batch, query.shape[2:], value.shape[2:], *map(_size_class, lengths))
-        carried = (None if given is None else _broadcast(given), blocks is None, metadata.soft_cap, lse)
+        carried = (_kind_of(metadata), blocks is None, metadata.soft_cap, gradient)
         attend = _compiled(query.device.type, (*tensors, *carried))
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         grouped = shape.num_heads != shape.num_kv_heads
-        return attend(q, k, v, cap, blocks, self.softmax_scale, grouped, AuxRequest(lse=True) if lse else None)
+        return attend(q, k, v, cap, blocks, self.softmax_scale, grouped)
+
+    def _blocks(
+        self, device: torch.device, shape: CallShape, metadata: AttentionMetadata, gradient: bool
+    ) -> BlockMask | None:
+        lengths = shape.query_length, shape.key_length
+        bounds = Bounds(device, *lengths, self.causal, metadata.window, metadata.packed)
+        mask = None if metadata.mask is None else metadata.mask.expand(shape.batch, shape.num_heads, *lengths)
+        if mask is None and bounds.are_none:
+            return None
+        return self._layout(bounds).block_mask(mask, gradient=gradient)
 
     def _layout(self, bounds: Bounds) -> Layout:
         return _LAYOUTS.get(bounds, lambda: Layout.of(bounds))
@@ -173,9 +180,9 @@ def _call(
     block_mask: BlockMask | None,
     scale: float,
     enable_gqa: bool,
-    return_aux: AuxRequest | None,
 ) -> Any:
-    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
+    aux = AuxRequest(lse=True)
+    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=aux)
 
 
 @functools.cache
@@ -192,8 +199,12 @@ def _size_class(length: int) -> tuple[bool, bool]:
     return length == 1, length <= _BLOCK
 
 
-def _broadcast(mask: torch.Tensor) -> tuple[bool, ...]:
-    return tuple(size == 1 for size in mask.shape)
+def _kind_of(metadata: AttentionMetadata) -> Hashable:
+    """What code a mask is compiled into: where it is broadcast, or what it calls."""
+    if metadata.block_mask is not None:
+        called = metadata.block_mask.mask_mod
+        return getattr(called, "__code__", called)
+    return None if metadata.mask is None else tuple(size == 1 for size in metadata.mask.shape)
 
 
 def _between(first: torch.Tensor, end: torch.Tensor) -> Modifier:

@@ -29,7 +29,11 @@ def window_mask(query: torch.Tensor, key: torch.Tensor, window: tuple[int | None
 def packed_mask(lengths: PackedLengths, device: torch.device) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where a query and a key are of one document."""
     query, key = (
-        torch.repeat_interleave(torch.arange(len(rows), device=device), torch.tensor(rows, device=device))
+        torch.repeat_interleave(  # told how long it gets, it need not ask the device
+            torch.arange(len(rows), device=device),
+            torch.tensor(rows).to(device, non_blocking=True),
+            output_size=sum(rows),
+        )
         for rows in (lengths.query, lengths.key)
     )
     return (query[:, None] == key)[None, None]
@@ -40,6 +44,8 @@ def whole_mask(
 ) -> torch.Tensor | None:
     """Everything that keeps a query from a key, as one boolean mask; None if nothing does."""
     parts = [] if metadata.mask is None else [metadata.mask]
+    if metadata.bias is not None:
+        parts.append(metadata.bias != float("-inf"))
     if causal:
         parts.append(causal_mask(query, key))
     if metadata.window is not None:

@@ -67,11 +67,9 @@ class RaggedCall:
     def all_rows(self, rows: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """[rows, H, D] -> [B, Sq, H, D], or [rows, H] -> [B, Sq, H]. fill: of rows that take no part."""
         if len(self.taking_part) != len(self.query):
-            every = rows.new_full((sum(self.query), *rows.shape[1:]), fill)
-            documents = _split(every, self.query)
-            for index, part in zip(self.taking_part, _split(rows, self.query_lengths), strict=True):
-                documents[index].copy_(part)
-            rows = every
+            parts = dict(zip(self.taking_part, _split(rows, self.query_lengths), strict=True))
+            others = {i: rows.new_full((n, *rows.shape[1:]), fill) for i, n in enumerate(self.query) if i not in parts}
+            rows = torch.cat([parts[i] if i in parts else others[i] for i in range(len(self.query))])
         return rows.reshape(self.batch, -1, *rows.shape[1:])
 
     def mask_entries(self, mask: torch.Tensor) -> torch.Tensor:
@@ -98,11 +96,23 @@ def offsets(lengths: tuple[int, ...], device: torch.device | None = None) -> tor
     return torch.tensor(tuple(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
-def nothing_with_lse(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and its log-sum-exp, of a call in which no document takes part."""
+def nothing(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The result of a call in which no query meets a key: zeros, which a backward can pass through."""
+    if torch.is_grad_enabled() and query.requires_grad:
+        return (
+            torch.zeros_like(query)
+            .where(torch.ones_like(query, dtype=torch.bool), query)[..., :1]
+            .expand(*query.shape[:3], value.shape[3])
+        )
+    return query.new_zeros(*query.shape[:3], value.shape[3])
+
+
+def nothing_with_lse(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nothing`, and its log-sum-exp."""
     batch, rows, heads, _ = query.shape
-    lse = torch.full((batch, heads, rows), float("-inf"), dtype=torch.float32, device=query.device)
-    return torch.zeros_like(query), lse
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = torch.full((batch, heads, rows), float("-inf"), dtype=wide, device=query.device)
+    return nothing(query, value), lse
 
 
 def shape_of(query: torch.Tensor, key: torch.Tensor, metadata: AttentionMetadata) -> CallShape:
@@ -164,7 +174,7 @@ class RaggedImpl(AttentionImpl):
         placed = self.placed(query, key, metadata, plan)
         call = placed.call
         if not call.taking_part:
-            return query.new_zeros(*query.shape[:3], value.shape[3])
+            return nothing(query, value)
         return call.all_rows(self.attend(*call.rows(query, key, value), placed, metadata))
 
     @abstractmethod

@@ -39,6 +39,7 @@ class ReferenceImpl(AttentionImpl):
         return {
             "scale": self.softmax_scale,
             "mask": whole_mask(query, key, metadata, causal=self.causal),
+            "bias": metadata.bias,
             "soft_cap": metadata.soft_cap,
             "sinks": metadata.sinks,
         }
@@ -51,17 +52,19 @@ def plain_attention(
     *,
     scale: float,
     mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(Q K^T scale) V, term by term as it is written.
 
     query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv], mask a boolean [B or 1, H or 1, Sq or 1, Sk];
-    returns [B, Sq, H, Dv] in the query's dtype. soft_cap: scores x become cap * tanh(x / cap) (Gemma 2,
+    returns [B, Sq, H, Dv] in the query's dtype. bias: of the mask's shape, added to the scores; `mask` is False where
+    it is minus infinity. soft_cap: scores x become cap * tanh(x / cap) (Gemma 2,
     arXiv:2408.00118). sinks [H]: a logit more for each row, which has no value. Holds the [B, H, Sq, Sk] scores in
     memory.
     """
-    return _weighted(_logits(query, key, scale, mask, soft_cap, sinks), query, value, mask)
+    return _weighted(_logits(query, key, scale, mask, bias, soft_cap, sinks), query, value, mask)
 
 
 def plain_attention_with_lse(
@@ -71,11 +74,12 @@ def plain_attention_with_lse(
     *,
     scale: float,
     mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`plain_attention`, and the log-sum-exp of each row's logits, [B, H, Sq]."""
-    logits = _logits(query, key, scale, mask, soft_cap, sinks)
+    logits = _logits(query, key, scale, mask, bias, soft_cap, sinks)
     return _weighted(logits, query, value, mask), torch.logsumexp(logits, dim=-1)
 
 
@@ -84,6 +88,7 @@ def _logits(
     key: torch.Tensor,
     scale: float,
     mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -93,6 +98,8 @@ def _logits(
     scores = (q @ k.transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.to(wide)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.interface import AttentionImpl, AttentionMetadata
-from backends.kernels.masking import causal_mask, zero_blind_rows
+from backends.kernels.masking import causal_mask, whole_mask, zero_blind_rows
 
 
 class TorchSdpaImpl(AttentionImpl):
@@ -24,16 +24,28 @@ class TorchSdpaImpl(AttentionImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> torch.Tensor:
-        mask = metadata.mask
-        if mask is not None and self.causal:  # torch takes one or the other
-            mask = mask & causal_mask(query, key)
+        mask, added = self._masks(query, key, metadata)
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
+            attn_mask=added,
+            is_causal=self.causal and added is None,
             scale=self.softmax_scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return zero_blind_rows(out.transpose(1, 2), mask)
+
+    def _masks(
+        self, query: torch.Tensor, key: torch.Tensor, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Which keys are seen, and the mask as torch takes it: boolean, or added to the scores. With one of its own it
+        takes no causality beside it.
+        """
+        mask, bias = metadata.mask, metadata.bias
+        if bias is not None:
+            mask = whole_mask(query, key, metadata, causal=self.causal)
+            return mask, bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        if mask is not None and self.causal:
+            mask = mask & causal_mask(query, key)
+        return mask, mask

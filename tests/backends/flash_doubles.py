@@ -1,7 +1,5 @@
-"""Stand-ins for the packages with FlashAttention's interface: their published signatures, over attention in fp64.
-
-Read from flash-attn 2.8.3, fa3-fwd 0.0.3, flash-attn-4 4.0.0b18 (4.0.0b36 has two parameters more), amd-aiter 0.1.7,
-torch-npu 2.14 (its documentation), vllm-xpu-kernels 0.1.16 and MATE at 3f58cc3.
+"""Stand-ins for the packages with FlashAttention's interface: their newest recorded signatures, over attention in
+fp64. A call has to fit the older ones that are recorded, too (`tests.backends.published`).
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import torch
 
 from backends.kernels import vendor_flash_attn
 from backends.kernels.packages import imported
+from tests.backends.published import as_published
 from tests.backends.vendor_doubles import attend, band, documents, put, scores_of
 
 CALLS: list[dict[str, Any]] = []
@@ -35,6 +34,7 @@ def lse_of(q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float 
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
+@as_published("flash_attn.flash_attn_func")
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -54,6 +54,7 @@ def flash_attn_func(
     return (out, dense_lse(q, k, softmax_scale, allowed, softcap), None) if return_attn_probs else out
 
 
+@as_published("flash_attn.flash_attn_varlen_func")
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -85,6 +86,7 @@ def flash_attn_varlen_func(
     return (out, torch.cat(sums, dim=1), None) if return_attn_probs else out
 
 
+@as_published("fa3_fwd_interface.flash_attn_func")
 def fa3_flash_attn_func(
     q: Any,
     k: Any,
@@ -110,6 +112,7 @@ def fa3_flash_attn_func(
     return (out, dense_lse(q, k, softmax_scale, allowed)) if return_attn_probs else out
 
 
+@as_published("flash_attn.cute.flash_attn_func")
 def fa4_flash_attn_func(
     q: Any,
     k: Any,
@@ -132,6 +135,8 @@ def fa4_flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: Any = None,
 ) -> Any:
     CALLS.append(locals())
     allowed = band(q.shape[1], k.shape[1], causal=causal)
@@ -140,6 +145,7 @@ def fa4_flash_attn_func(
     return out, lse.masked_fill(lse == float("inf"), float("-inf")) if return_lse else None
 
 
+@as_published("aiter.flash_attn_func")
 def aiter_flash_attn_func(
     q: Any,
     k: Any,
@@ -161,6 +167,7 @@ def aiter_flash_attn_func(
     return dense(q, k, v, softmax_scale, band(q.shape[1], k.shape[1], causal=causal))
 
 
+@as_published("torch_npu.npu_fusion_attention")
 def npu_fusion_attention(
     query: Any,
     key: Any,
@@ -194,13 +201,14 @@ def npu_fusion_attention(
     return dense(query, key, value, scale, allowed), torch.empty(0), torch.empty(0), torch.empty(0), 0, 0, 0
 
 
+@as_published("vllm_xpu_kernels.flash_attn_interface.flash_attn_varlen_func")
 def xpu_flash_attn_varlen_func(
     q: Any,
     k: Any,
     v: Any,
-    max_seqlen_q: int,
+    max_seqlen_q: Any,
     cu_seqlens_q: Any,
-    max_seqlen_k: int,
+    max_seqlen_k: Any,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
     q_v: Any = None,
@@ -209,16 +217,57 @@ def xpu_flash_attn_varlen_func(
     causal: bool = False,
     window_size: Any = None,
     softcap: float = 0.0,
-    **others: Any,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    return_softmax_lse: bool = False,
+    out: Any = None,
+    scheduler_metadata: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    num_splits: int = 0,
+    fa_version: Any = "DEFAULT_FA_VERSION",
+    s_aux: Any = None,
+    num_splits_kv: Any = None,
+    is_mix_batch: bool = True,
+    host_kv_lens: Any = None,
 ) -> torch.Tensor:
+    CALLS.append(locals())
     assert window_size is None
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal
-    )
+    parts = []
+    for rows, keys in zip(documents(cu_seqlens_q), documents(cu_seqlens_k), strict=True):
+        allowed = band(rows.stop - rows.start, keys.stop - keys.start, causal=causal)
+        parts.append(attend(q[rows], k[keys], v[keys], softmax_scale, allowed))
+    return torch.cat(parts).to(q.dtype)
 
 
+@as_published("flash_attn_interface.flash_attn_func")
 def mate_flash_attn_func(
-    q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, **others: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    return_softmax_lse: bool = False,
+    sinks: Any = None,
+    s_aux: Any = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Any = None,
 ) -> torch.Tensor:
     CALLS.append(locals())
     return dense(q, k, v, softmax_scale, band(q.shape[1], k.shape[1], causal=causal))

@@ -56,6 +56,9 @@ EXPLICIT: dict[str, dict[str, dict[str, str]]] = {
         "xpu": {"128": "xpu"},
         "musa:3.1": {"128": "musa", "80": "musa"},
     },
+    # contract 4.2 (P3): 8.x and 9.x; mended: any multiple of 8, and masks are refused
+    "FLASH_ATTN_HUB": {d: {"128": "flash-attn2", "80": "flash-attn2"} for d in ("cuda:8.0", "cuda:9.0")},
+    "FLASH_ATTN_3_HUB": {"cuda:9.0": {"128": "flash-attn3"}},  # contract 3 and 4.2 (P3)
     "FLASHINFER_ATTN": {  # contract 3 and 4.2 (P5); contract 5.5: cute-dsl takes no mask, fa2 does
         "cuda:8.0": {"128": "fa2", "128 masked": "fa2"},
         "cuda:9.0": {"128": "fa3", "128 masked": "fa2"},
@@ -100,6 +103,9 @@ TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, 
     ("FLASH_ATTN", "npu"): (("float32", *HALVES), SIZES[:-1], (), "causal grouped"),
     ("FLASH_ATTN", "xpu"): (HALVES, (64, 128, 256), (), "causal grouped packed"),
     ("FLASH_ATTN", "musa"): (HALVES, (8, 64, 80, 96, 128, 136, 192, 256, 320, 512), (), "causal grouped"),
+    # no windows, soft caps and documents are claimed of them; contract 5.3 loses documents silently
+    ("FLASH_ATTN_HUB", "flash-attn2"): (HALVES, TO_256, (), "causal grouped lse gradient"),
+    ("FLASH_ATTN_3_HUB", "flash-attn3"): (HALVES, (64, 96, 128, 192, 256), (), "causal grouped lse gradient"),
     ("FLASHINFER_ATTN", "fa3"): (HALVES, (64, 128, 256), (), "causal grouped soft_cap packed lse"),
     ("FLASHINFER_ATTN", "cute-dsl"): (HALVES, (64, 128, 256), (), "causal grouped packed lse"),
     ("FLASHINFER_ATTN", "fa2"): (
@@ -151,6 +157,8 @@ BUILT: dict[tuple[str, str], str] = {
     ("FLASH_ATTN", "npu"): "npu",
     ("FLASH_ATTN", "xpu"): "xpu",
     ("FLASH_ATTN", "musa"): "musa:3.1",
+    ("FLASH_ATTN_HUB", "flash-attn2"): "cuda:8.0 cuda:9.0 cuda:8.6 cuda:8.9",  # contract 4.2
+    ("FLASH_ATTN_3_HUB", "flash-attn3"): "cuda:9.0",
     ("FLASHINFER_ATTN", "fa3"): "cuda:9.0",
     ("FLASHINFER_ATTN", "cute-dsl"): "cuda:10.0 cuda:10.3 cuda:10.7",
     ("FLASHINFER_ATTN", "fa2"): "cuda:8.0 cuda:9.0 cuda:10.0 cuda:12.0 cuda:8.6 cuda:8.9 cuda:10.3 cuda:10.7 cuda:12.1",
@@ -167,6 +175,8 @@ TOO_OLD: dict[tuple[str, str], tuple[str, str]] = {
     ("FLASH_ATTN", "fa2"): ("flash-attn", "2.5.9"),  # contract 5.2: mended, no comparison of texts
     ("FLASH_ATTN", "rocm-aiter"): ("amd-aiter", "0.1.6"),
     ("FLASH_ATTN", "xpu"): ("vllm-xpu-kernels", "0.1.15"),
+    ("FLASH_ATTN_HUB", "flash-attn2"): ("kernels", "0.16.0"),
+    ("FLASH_ATTN_3_HUB", "flash-attn3"): ("kernels", "0.16.0"),
     ("FLASHINFER_ATTN", "fa3"): ("flashinfer-python", "0.6.17"),
     ("FLASHINFER_ATTN", "cute-dsl"): ("flashinfer-python", "0.7.3"),
     ("FLASHINFER_ATTN", "fa2"): ("flashinfer-python", "0.6.17"),

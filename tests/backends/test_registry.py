@@ -58,8 +58,8 @@ def test_the_names_are_the_built_in_ones_and_then_the_registered() -> None:
         Registry().names()
         == built_in
         == (
-            *("REFERENCE", "TORCH_SDPA", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRTLLM_ATTN"),
-            *("SAGE_ATTN", "SAGE_ATTN_3", "FLEX_ATTENTION"),
+            *("REFERENCE", "TORCH_SDPA", "CUDNN_ATTN", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
+            *("FLASHINFER_ATTN", "TRTLLM_ATTN", "SAGE_ATTN", "SAGE_ATTN_3", "FLEX_ATTENTION"),
         )
     )
     assert Registry({"MY_BACKEND": f"{HERE}.MyBackend"}).names() == (*built_in, "MY_BACKEND")

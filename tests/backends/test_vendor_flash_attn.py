@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -132,19 +129,3 @@ def test_a_missing_package_is_an_import_error_when_it_is_loaded(
 def test_the_reported_kernel_is_what_is_called(kernel: type[AttentionImpl]) -> None:
     module, _, name = kernel(softmax_scale=1.0, causal=False).kernel.rpartition(".")
     assert (module, name) in [(published, function) for published, function, _ in PUBLISHED]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "double"), PUBLISHED, ids=[f"{module}.{name}" for module, name, _ in PUBLISHED]
-)
-def test_the_stand_ins_have_the_parameters_of_the_packages(
-    module: str, name: str, double: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is checked where it is installed."""
-    monkeypatch.undo()
-    pytest.importorskip(module, reason=f"needs {module}")
-    theirs = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values()):
-        pytest.skip(f"{module} publishes no signature in Python")
-    ours = [p for p in inspect.signature(double).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    assert {p.name for p in ours} <= set(theirs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -276,15 +274,3 @@ def test_features_are_planned_when_their_values_are_known(wrappers: list[RaggedW
     impl.prepare(CPU, torch.bfloat16)
     impl.plan(CallShape(1, 9, 9, 2, 2, 64, Features(soft_cap=True)))
     assert wrappers == []
-
-
-@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
-def test_the_stand_in_has_the_signature_of_the_package(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read from flashinfer-python 0.7.4."""
-    monkeypatch.undo()
-    prefill: Any = pytest.importorskip("flashinfer.prefill", reason="needs flashinfer-python")
-    theirs = inspect.signature(getattr(prefill.BatchPrefillWithRaggedKVCacheWrapper, method))
-    ours = inspect.signature(getattr(RaggedWrapper, method))
-    assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in theirs.parameters.values()
-    ]

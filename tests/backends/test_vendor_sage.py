@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,80 +10,22 @@ import pytest
 import torch
 
 from backends.interface import AttentionMetadata, CallShape
-from backends.kernels.packages import imported
 from backends.kernels.sage_attn import SageAttn3Impl, SageAttnImpl
 from backends.platforms.facts import parse_device
 from backends.registry import Registry
+from tests.backends.sage_doubles import CALLS, packages
 from tests.backends.vendor_doubles import put
 from tests.exact import attention64, random_qkv, relative_error
 
 LOSSY = {"int8": 3e-2, "fp4": 0.3}
 NO_METADATA = AttentionMetadata()
-CALLS: list[dict[str, Any]] = []
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def int8(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, S, H, D] as int8 with a scale for each block and head, and back."""
-    parts = []
-    for part in rows.double().split(block, dim=1):
-        scale = part.abs().amax(dim=(1, 3), keepdim=True).clamp_min(1e-30) / 127
-        parts.append((part / scale).round() * scale)
-    return torch.cat(parts, dim=1)
-
-
-def sageattn(
-    q: Any,
-    k: Any,
-    v: Any,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    sm_scale: Any = None,
-    smooth_k: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor:
-    CALLS.append(locals())
-    assert tensor_layout == "NHD"
-    assert q.dtype == k.dtype == v.dtype
-    assert q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    assert q.size(-1) in (64, 96, 128)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    assert not kwargs
-    if smooth_k:
-        k -= k.mean(dim=1, keepdim=True)  # in place, as the package does
-    lacking = 0 if is_causal else -k.shape[1] % 64
-    assert not is_causal or q.shape[1] == k.shape[1]
-    keys = torch.nn.functional.pad(int8(k, 64), (0, 0, 0, 0, 0, lacking))
-    values = torch.nn.functional.pad(v.to(torch.float16), (0, 0, 0, 0, 0, lacking))
-    return attention64(int8(q, 128), keys, values, scale=sm_scale, causal=is_causal).to(q.dtype)
-
-
-def sageattn3_blackwell(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, per_block_mean: bool = True, **kwargs: Any
-) -> torch.Tensor:
-    CALLS.append(locals())
-    assert q.shape[1] == k.shape[1]
-    assert q.dtype in (torch.float16, torch.bfloat16)
-    assert q.size(-1) in (64, 128)
-    assert attn_mask is None
-    assert not kwargs
-    k -= k.mean(dim=-2, keepdim=True)
-    rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return attention64(*rows, scale=q.size(-1) ** -0.5, causal=is_causal).transpose(1, 2).to(q.dtype).contiguous()
-
-
-PUBLISHED = [("sageattention.core", "sageattn", sageattn), ("sageattn3", "sageattn3_blackwell", sageattn3_blackwell)]
-
-
 @pytest.fixture(autouse=True)
-def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    core = SimpleNamespace(sageattn=sageattn)
-    put(monkeypatch, sageattention=SimpleNamespace(core=core), sageattention__core=core)
-    put(monkeypatch, sageattn3=SimpleNamespace(sageattn3_blackwell=sageattn3_blackwell))
-    imported.cache_clear()
-    CALLS.clear()
-    yield
-    imported.cache_clear()
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with packages(monkeypatch):
+        yield
 
 
 def run(kernel: type[SageAttnImpl] | type[SageAttn3Impl], qkv: QKV, *, causal: bool = False) -> torch.Tensor:
@@ -215,15 +155,3 @@ def test_both_say_that_they_are_lossy_and_have_not_run_on_hardware(name: str) ->
     (variant,) = Registry.built_in().get_class(name).variants
     assert (variant.exactness, variant.run_on) == ("lossy-quantised", ())
     assert variant.chip_fault(parse_device("cuda:10.0", {}, all_packages=True)) is not None
-
-
-@pytest.mark.parametrize(("module", "name", "double"), PUBLISHED, ids=["1", "3"])
-def test_the_stand_ins_have_the_signatures_of_the_packages(
-    module: str, name: str, double: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read from sageattention 1.0.6 and from thu-ml/SageAttention."""
-    monkeypatch.undo()
-    pytest.importorskip(module, reason=f"needs {module}")
-    theirs = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    ours = inspect.signature(double).parameters
-    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]

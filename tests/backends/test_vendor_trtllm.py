@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -179,13 +178,3 @@ def test_the_threshold_holds_for_one_number_of_keys() -> None:
     metadata = AttentionMetadata(packed=PackedLengths((5, 5), (4, 6)))
     with pytest.raises(ValueError, match=r"skip_softmax.threshold=0.1: .* have \(4, 6\); leave it out"):
         run(impl, draw(1, 10, 10), metadata)
-
-
-@pytest.mark.parametrize("name", ["trtllm_ragged_attention_deepseek", "trtllm_sage_attention_quantize"])
-def test_the_stand_in_has_the_signature_of_the_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read from flashinfer-python 0.7.4."""
-    monkeypatch.undo()
-    prefill: Any = pytest.importorskip("flashinfer.prefill", reason="needs flashinfer-python")
-    theirs = inspect.signature(getattr(prefill, name)).parameters.values()
-    ours = inspect.signature(getattr(Trtllm(), name)).parameters.values()
-    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.backends.published import as_published
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -66,6 +68,7 @@ class RaggedWrapper:
 
     made: list[RaggedWrapper]
 
+    @as_published("flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper.__init__")
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -88,6 +91,7 @@ class RaggedWrapper:
         self.runs = 0
         self.made.append(self)
 
+    @as_published("flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper.plan")
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -138,6 +142,7 @@ class RaggedWrapper:
             self.mask = custom_mask  # stays for later plans
         self.plans.append({key: value for key, value in locals().items() if key not in ("self", "custom_mask")})
 
+    @as_published("flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper.run")
     def run(
         self,
         q: torch.Tensor,
@@ -188,6 +193,7 @@ class Trtllm:
         self.calls: list[dict[str, Any]] = []
         self.quantisations: list[dict[str, Any]] = []
 
+    @as_published("flashinfer.prefill.trtllm_ragged_attention_deepseek", bound=True)
     def trtllm_ragged_attention_deepseek(
         self,
         query: torch.Tensor,
@@ -242,6 +248,7 @@ class Trtllm:
             parts.append(attend(q[at], k[to], v[to], bmm1_scale, allowed) * bmm2_scale)
         return torch.cat(parts).to(torch.bfloat16)
 
+    @as_published("flashinfer.prefill.trtllm_sage_attention_quantize", bound=True)
     def trtllm_sage_attention_quantize(
         self,
         query: torch.Tensor,

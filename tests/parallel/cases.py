@@ -86,6 +86,11 @@ def metadata_of(case: Case) -> AttentionMetadata:
         elif name == "blind":
             found["mask"] = torch.ones(1, 1, case.queries, case.keys, dtype=torch.bool)
             found["mask"][:, :, 2 : case.queries // 2] = False
+        elif name.startswith("bias"):
+            heads = case.heads if name == "bias of each head" else 1
+            found["bias"] = torch.randn(1, heads, case.queries, case.keys, generator=generator, dtype=case.dtype)
+            found["bias"][..., case.keys // 2] = float("-inf")
+            found["bias"][:, :, case.queries // 2] = float("-inf")
         elif name == "window":
             found["window"] = (3, 5)
         elif name == "soft_cap":
@@ -173,6 +178,9 @@ def exact_of(
         if carried.soft_cap is not None:
             scores = carried.soft_cap * torch.tanh(scores / carried.soft_cap)
         visible = seen
+        if carried.bias is not None:
+            added = carried.bias.double().expand(case.batch, case.heads, case.queries, case.keys)[item, head]
+            scores, visible = scores + added, visible & (added > float("-inf"))
         if carried.mask is not None:
             mask = carried.mask.expand(case.batch, case.heads, case.queries, case.keys)
             visible = visible & mask[item, head]

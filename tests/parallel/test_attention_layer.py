@@ -161,7 +161,7 @@ def test_a_mask_on_a_backend_that_takes_none_is_refused() -> None:
     ],
 )
 def test_a_mask_of_another_form_is_refused(mask: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a mask is boolean, \[B or 1, 1 or H, Sq or 1, Sk\], not torch\."):
+    with pytest.raises(ValueError, match=r"a mask is torch\.bool, \[B or 1, 1 or H, Sq or 1, Sk\], not torch\."):
         layer_of()(tensor(), tensor(), tensor(), AttentionMetadata(mask))
 
 

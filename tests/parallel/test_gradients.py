@@ -33,6 +33,7 @@ CASES = {
     "mask of each head": Case(carried=("per_head",)),
     "sinks and documents": Case(heads=5, kv_heads=5, carried=("sinks", "packed")),
     "soft cap": Case(carried=("soft_cap",)),
+    "bias": Case(carried=("bias of each head", "sinks")),
     "text": Case(STREAMS["text in front"], kind="joint"),
     "keys alone": Case(STREAMS["keys alone behind"], kind="joint", heads=6, kv_heads=2),
     "sharded text": Case(STREAMS["sharded text behind"], kind="joint"),
@@ -55,11 +56,10 @@ def loss_of(out: torch.Tensor, lse: torch.Tensor | None, weights: tuple[torch.Te
 
 
 def learned(case: Case) -> tuple[Gradients, AttentionMetadata]:
-    """Inputs that want gradients: Q, K, V and the sinks, if the case has some."""
+    """Inputs that want gradients: Q, K, V and what the call carries and is learned."""
     tensors = [tensor.requires_grad_() for tensor in tensors_of(case)]
     carried = metadata_of(case)
-    if carried.sinks is not None:
-        tensors.append(carried.sinks.requires_grad_())
+    tensors += [tensor.requires_grad_() for tensor in (carried.sinks, carried.bias) if tensor is not None]
     return tensors, carried
 
 

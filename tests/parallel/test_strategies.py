@@ -30,6 +30,8 @@ def test_any_length_and_any_heads(gloo_ranks: GlooRanks, grid: str, length: int,
 CARRIED = (
     (),
     *((name,) for name in ("key_padding", "full", "per_head", "blind", "window", "soft_cap", "sinks", "packed")),
+    ("bias",),
+    ("bias of each head", "window", "key_padding"),
     ("packed", "window", "sinks"),
     ("per_head", "packed", "sinks"),
 )
