@@ -29,11 +29,17 @@ _HOMES = {
     "RunConfig": "configs.schema",
     "Session": "runtime.session",
     "Variant": "backends.variant",
+    "SequenceParallel": "parallel.library",
+    "ShardPlan": "parallel.plan",
+    "Stream": "parallel.plan",
     "attention_context": "parallel.context",
+    "attention_context_of": "parallel.library",
     "compose": "configs.compose",
     "get_attn_backend_for_role": "backends.selector",
     "register_diffusion_backend": "backends.registrations",
     "request_of": "runtime.requests",
+    "sequence_parallel": "parallel.library",
+    "take": "parallel.pieces",
 }
 
 __all__ = sorted(_HOMES)

@@ -44,6 +44,10 @@ class Mesh:
             self._grids[grid] = self._form(grid)
         return self._grids[grid]
 
+    def adopt(self, grid: Grid, groups: GridGroups) -> None:
+        """Take groups that are there already for those of a grid."""
+        self._grids[grid] = groups
+
     def _form(self, grid: Grid) -> GridGroups:
         if self.data is None or grid.ring == 1 or grid.ulysses == 1:
             return GridGroups(self.data if grid.ring == 1 else None, self.data if grid.ulysses == 1 else None)

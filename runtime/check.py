@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
-from backends.options import Place, ownerless_faults, read_blocks
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.selection import Selection
-from backends.selector import Selector, resolve_entry
-from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
-from configs.fields import RESERVED
-from configs.schema import AUTO, AttentionConfig, AttentionSpec, RunConfig
-from configs.sources import ENVIRONMENT
+from backends.selector import Selector
+from configs.faults import Fault, FaultError
+from configs.schema import AUTO, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
 from runtime.model_folder import FolderFacts
@@ -40,80 +37,6 @@ def settle_dtype(config: RunConfig, platform: str) -> str:
     if config.run.dtype != AUTO:
         return config.run.dtype
     return "float32" if platform == "cpu" else "bfloat16"
-
-
-def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
-    """Roles that the model does not have, backends that nobody registered, and registrations that are none."""
-    roles = {role.role for model in folder.models.values() for role in model.roles}
-    categories = {role.category for model in folder.models.values() for role in model.roles}
-    parents = {role.rsplit(".", depth)[0] for role in roles for depth in range(1, role.count(".") + 1)}
-    known = tuple(sorted(roles | categories | parents))
-    found = []
-    for role, spec in config.per_role.items():
-        key = f"attention.per_role.{role}"
-        if role not in known:
-            rule = f"the model has no role {role!r}; its roles are {', '.join(sorted(roles))}"
-            remedy = _role_remedy(role, known)
-            found.append(Fault(key, spec.backend, rule, remedy, known, config.origins.get(key, "")))
-        found += _backend_name_faults(key, spec.backend, config, registry)
-    if config.default is not None:
-        found += _backend_name_faults("attention.default", config.default.backend, config, registry)
-    for name in config.register:
-        try:
-            registry.get_class(name)
-        except FaultError as error:
-            found += error.faults
-    found += _option_faults(config, registry)
-    return found or _unused_entries(config, folder)
-
-
-def _role_remedy(role: str, known: tuple[str, ...]) -> str:
-    """`did you mean cross?`, or the key of a choice that was misspelled as a role: `self.verison`."""
-    parent, _, last = role.rpartition(".")
-    meant = nearest(last, RESERVED, count=1) if parent in known else ()
-    return f"did you mean attention.per_role.{parent}.{meant[0]}?" if meant else unknown_name_remedy(role, known)
-
-
-def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
-    """What is wrong with the options of a choice on any device."""
-    specs = {f"attention.per_role.{role}": spec for role, spec in config.per_role.items()}
-    if config.default is not None:
-        specs["attention.default"] = config.default
-    found = []
-    for key, spec in specs.items():
-        place = Place(key, config.origins)
-        if spec.backend == AUTO:
-            found += ownerless_faults(spec, place, registry)
-        elif spec.backend in registry.names():
-            try:
-                found += read_blocks(registry.get_class(spec.backend), spec, place, registry)[1]
-            except FaultError:
-                continue  # a class that cannot be loaded is told about where it was registered
-    return found
-
-
-def _unused_entries(config: AttentionConfig, folder: FolderFacts) -> list[Fault]:
-    """Choices that no role of the model falls back to. The environment's is a last resort: it may be unused."""
-    roles = {(role.role, role.category) for model in folder.models.values() for role in model.roles}
-    used = {resolve_entry(role, category, config).key for role, category in roles}
-    found = []
-    for key in (*(f"attention.per_role.{role}" for role in config.per_role), "attention.default"):
-        origin = config.origins.get(key, "")
-        spec = config.default if key == "attention.default" else config.per_role[key.split(".", 2)[2]]
-        if key in used or spec in (None, AttentionSpec(AUTO)) or origin == ENVIRONMENT:
-            continue
-        rule = "no role of the model falls back to it, as each has a nearer choice"
-        found.append(Fault(key, spec.backend if spec else None, rule, "leave it out", (), origin))
-    return found
-
-
-def _backend_name_faults(key: str, name: str, config: AttentionConfig, registry: Registry) -> list[Fault]:
-    if name == AUTO or name in registry.names():
-        return []
-    known = (AUTO, *registry.names())
-    close = unknown_name_remedy(name, known)
-    remedy = f"{close}{' Or' if close.endswith('?') else ', or'} add attention.register.{name}=package.module.Class"
-    return [Fault(key, name, "no backend has that name", remedy, known, config.origins.get(key, ""))]
 
 
 def request_faults(request: Request, folder: FolderFacts) -> list[Fault]:

@@ -12,7 +12,8 @@ from backends.platforms.facts import ANY_VERSION, DeviceFacts, installed, local_
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
-from runtime.check import RoleSelection, name_faults, raise_if_any, select_roles, settle_dtype
+from parallel.models.names import name_faults
+from runtime.check import RoleSelection, raise_if_any, select_roles, settle_dtype
 from runtime.model_folder import read_folder
 from runtime.placement import CPU_RANKS, default_world_size
 from runtime.report import SelectionReport, from_selections
@@ -74,7 +75,7 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     """
     registry = Registry(config.attention.register)
     folder = read_folder(config.model.path, weights=False)
-    raise_if_any(name_faults(config.attention, folder, registry))
+    raise_if_any(name_faults(config.attention, folder.models.values(), registry))
     facts = assumed_device(config, device, packages, registry)
     gpus = len(local_gpus()) if device == "here" else 1
     limit = CPU_RANKS if facts.platform == "cpu" else max(gpus, 1)

@@ -10,8 +10,9 @@ from backends.platforms.facts import DeviceFacts, installed, local_device, local
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
+from parallel.models.names import name_faults
 from runtime import ray_api
-from runtime.check import name_faults, raise_if_any, request_faults, select_roles, settle_dtype
+from runtime.check import raise_if_any, request_faults, select_roles, settle_dtype
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
 from runtime.model_folder import FolderFacts, read_folder
@@ -41,7 +42,7 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
     if shadowing:
         raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
     folder = read_folder(config.model.path)
-    faults = name_faults(config.attention, folder, registry)
+    faults = name_faults(config.attention, folder.models.values(), registry)
     if config.generate.flow_shift is not None and not folder.shifts:
         rule = "the folder's scheduler has no flow shift"
         faults.append(Fault("generate.flow_shift", config.generate.flow_shift, rule, "leave it at null"))

@@ -16,10 +16,11 @@ import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from backends.platforms.facts import DeviceFacts, installed
+from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from parallel.context import AttentionContext
+from parallel.devices import facts_of
 from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffic
 from parallel.mesh import open_mesh
 from parallel.models import family_of
@@ -64,11 +65,7 @@ class Rank:
 
     def device_facts(self, registry: Registry) -> DeviceFacts:
         """This rank's own device, as it is."""
-        packages = installed(registry.distributions())
-        if self.device.type == "cpu":
-            return DeviceFacts("cpu", packages=packages)
-        found = torch.cuda.get_device_properties(self.device)
-        return DeviceFacts("cuda", (found.major, found.minor), found.name, found.total_memory, packages)
+        return facts_of(self.device, registry)
 
     def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
         self.spec = spec

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from backends.selection import Selection
 from parallel.agreement import ForwardFacts, agree
@@ -25,6 +26,7 @@ from parallel.planner import Way
 from parallel.traffic import call_traffic
 
 Args = tuple[Any, ...]
+Checkpoint = Callable[..., Any]
 Kwargs = dict[str, Any]
 
 
@@ -50,20 +52,24 @@ class ShardedModel:
         self._sharded_layers: dict[Way, tuple[Attention, int]] = {}
         self._planned_calls: Counter[str] = Counter()
         self._planned_bytes: Counter[str] = Counter()
+        self._own_processors: Mapping[str, Any] = dict(model.attn_processors)  # type: ignore[arg-type]
+        self._hooks: list[RemovableHandle] = []
+        self._checkpoint: Checkpoint | None = None
 
     def install(self) -> None:
         """Register the hooks. Call once, after all attention layers are in place."""
-        chosen = {layer.selection for layer in self._attention_layers()}
+        chosen = {layer.selection for layer in self.attention_layers()}
         self._selections = ", ".join(sorted(f"{s.role}={s.backend}/{s.variant} ({s.class_path})" for s in chosen))
-        exchanging = [layer for layer in self._attention_layers() if layer.strategy != "local"]
+        exchanging = [layer for layer in self.attention_layers() if layer.strategy != "local"]
         counts = Counter(layer.way for layer in exchanging)
         self._sharded_layers = {layer.way: (layer, counts[layer.way]) for layer in exchanging}
-        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        hooks = self._hooks
+        hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
         for path, entry in plan.items():
             module = self.model.get_submodule(path)
             if hasattr(entry, "gather_dim"):
-                module.register_forward_hook(self._gather_hook(entry))
+                hooks.append(module.register_forward_hook(self._gather_hook(entry)))
                 continue
             inputs = {key: spec for key, spec in entry.items() if not spec.split_output}
             outputs = {key: spec for key, spec in entry.items() if spec.split_output}
@@ -71,13 +77,20 @@ class ShardedModel:
                 # Of the model's own inputs (timesteps of each token) a rank without rows keeps one: the library cannot
                 # reshape none, and one broadcasts over no rows.
                 least = 0 if path else 1
-                module.register_forward_pre_hook(self._input_hook(module, inputs, least), with_kwargs=True)
+                shard_inputs = self._input_hook(module, inputs, least)
+                hooks.append(module.register_forward_pre_hook(shard_inputs, with_kwargs=True))
             if outputs:
-                module.register_forward_hook(self._output_hook(outputs))
+                hooks.append(module.register_forward_hook(self._output_hook(outputs)))
         embedder = getattr(self.model, "condition_embedder", None)
         if embedder is not None:
-            embedder.register_forward_hook(self._note_image_tokens)
-        self.model.register_forward_hook(self._end, always_call=True)
+            hooks.append(embedder.register_forward_hook(self._note_image_tokens))
+        hooks.append(self.model.register_forward_hook(self._end, always_call=True))
+
+    def remove(self) -> None:
+        """Give the model back as it was: its own attention processors, and no hooks. It may be called twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.model.set_attn_processor(dict(self._own_processors))  # type: ignore[operator]
 
     def take_planned(self) -> tuple[Traffic, int]:
         """The collectives that the plans of all forwards since the last call foresaw, and the number of those
@@ -91,10 +104,10 @@ class ShardedModel:
 
     def selections(self) -> tuple[tuple[str, Selection, Strategy, int], ...]:
         """(model, selection, strategy, layers) of every role, as resolved on this rank."""
-        counted = Counter((layer.selection, layer.strategy) for layer in self._attention_layers())
+        counted = Counter((layer.selection, layer.strategy) for layer in self.attention_layers())
         return tuple((self.name, selection, strategy, layers) for (selection, strategy), layers in counted.items())
 
-    def _attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention]:
         processors = self.model.attn_processors.values()  # type: ignore[operator]
         return [layer for p in processors for layer in (p.attention, p.image) if layer is not None]
 
@@ -119,6 +132,26 @@ class ShardedModel:
         self.rows = len(self.plan.rows[mesh.rank])
         if mesh.world_size > 1:
             self._count_planned(self.plan, batch, latent.element_size())
+        if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
+            self._checkpoint = self.model._gradient_checkpointing_func  # type: ignore[assignment]
+            self.model._gradient_checkpointing_func = self._with_plans(self._checkpoint)  # type: ignore[arg-type, assignment]
+
+    def _with_plans(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A block that is computed again in the backward pass takes the plans of its forward, which is over by then."""
+        plan, plans = self.plan, self._plans
+
+        def run(block: Callable[..., Any], *args: Any) -> Any:
+            def planned(*given: Any) -> Any:
+                before = self.plan, self._plans
+                self.plan, self._plans = plan, plans
+                try:
+                    return block(*given)
+                finally:
+                    self.plan, self._plans = before
+
+            return checkpoint(planned, *args)
+
+        return run
 
     def plan_for(self, layer: Attention) -> ShardPlan | None:
         """The plan that a layer's calls take in the forward under way; None outside one."""
@@ -139,6 +172,9 @@ class ShardedModel:
     def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
         self.plan = None
         self._plans = {}
+        if self._checkpoint is not None:
+            self.model._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
+            self._checkpoint = None
 
     def _note_image_tokens(self, module: torch.nn.Module, args: Args, output: tuple[Any, ...]) -> None:
         image = output[3]

@@ -71,10 +71,14 @@ def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:
         )
 
     by_role = {role.role: role for role in facts.roles}
-    for index, block in enumerate(model.blocks):
+    processors = {}
+    for index in range(len(model.blocks)):
         self_path, cross_path = f"blocks.{index}.attn1", f"blocks.{index}.attn2"
-        block.attn1.set_processor(WanAttentionProcessor(layer(by_role[SELF], self_path), sharded))
         image = layer(by_role[CROSS_IMAGE], f"{cross_path}.image") if CROSS_IMAGE in by_role else None
-        block.attn2.set_processor(WanAttentionProcessor(layer(by_role[CROSS], cross_path), sharded, image))
+        own, text = layer(by_role[SELF], self_path), layer(by_role[CROSS], cross_path)
+        processors[f"{self_path}.processor"] = WanAttentionProcessor(own, sharded)
+        processors[f"{cross_path}.processor"] = WanAttentionProcessor(text, sharded, image)
+    # All at once, so that a role that nothing serves leaves the model as it was.
+    model.set_attn_processor(processors)
     sharded.install()
     return sharded
