@@ -1,4 +1,4 @@
-"""The command line: `raylysses generate`, `raylysses explain` and `raylysses backends`."""
+"""The command line: `raylysses generate`, `raylysses explain`, `raylysses backends` and `raylysses bench`."""
 
 from __future__ import annotations
 
@@ -179,6 +179,52 @@ def backends_command(as_json: bool, page: Path | None, target: Path | None) -> N
         click.echo(text(tables(Registry())))
 
 
+@cli.group("bench", cls=Commands)
+def bench_group() -> None:
+    """Time parts of a run on the ranks that a configuration gives."""
+
+
+@bench_group.command("attention", cls=ConfiguredCommand)
+@click.option(
+    "--shapes", default="1x4608x24x128", show_default=True, help="BxSxHxD or BxSxHxDxHkv, with commas."
+)
+@click.option("--plans", default="auto", show_default=True, help="auto, ulysses, ring, gather_kv, 2x2, 2x2:gather_kv.")
+@click.option("--backends", help="NAME,...; without it, what attention.* says of the role self.")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Timed calls of each cell.")
+@click.option("--causal", is_flag=True, help="Causal attention.")
+@_configuration_options
+def bench_attention_command(
+    flags: list[str],
+    shapes: str,
+    plans: str,
+    backends: str | None,
+    rounds: int,
+    causal: bool,
+    config: Path | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Check and time attention over ranks: a grid of shapes, plans and backends.
+
+    OVERRIDES are settings such as cluster.address=HOST:PORT, parallel.world_size=4, run.device=cpu run.dtype=float16.
+    Every result is compared with fp64 softmax attention first; one that is wrong is not timed, and the exit code is 4.
+    The figures are in the run folder: bench.json (docs/bench.schema.json) and bench.png.
+
+    \b
+    Example:
+      raylysses bench attention --shapes 1x4608x24x128,1x32760x40x128 \\
+          --plans auto,ulysses,ring,2x2 --backends TORCH_SDPA,FLASH_ATTN parallel.world_size=4
+    """
+    from runtime.bench.attention import Experiment, bench_attention
+    from runtime.bench.grid import parse_plans, parse_shapes, unused_settings
+
+    faults = unused_settings(overrides)
+    if faults:
+        raise FaultError(faults)
+    asked = Experiment(parse_shapes(shapes), parse_plans(plans), backends, rounds, causal)
+    folder = bench_attention(_compose_without_prompt([*overrides, *flags], config), asked)
+    click.echo(f"\nThe figures are in {folder}")
+
+
 def _compose_without_prompt(arguments: Sequence[str], file: Path | None) -> RunConfig:
     """Compose; a prompt that nobody gave is not missed."""
     config, faults = compose(arguments, file=file)
@@ -210,7 +256,7 @@ def _option_message(error: click.NoSuchOption) -> str:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; returns its exit code. Only our own bugs leave a traceback."""
-    from runtime.errors import DisagreementError, RankError, StallError, TerminatedError
+    from runtime.errors import DisagreementError, RankError, StallError, TerminatedError, WrongResultError
     from runtime.progress import print_faults
 
     try:
@@ -229,7 +275,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"error: {fault_text}", file=sys.stderr)
         print(f"Try: {error.ctx.command_path if error.ctx else 'raylysses'} --help", file=sys.stderr)
         return FaultError.exit_code
-    except (RankError, DisagreementError, StallError) as error:
+    except (RankError, DisagreementError, StallError, WrongResultError) as error:
         print("\n  ".join((f"error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return error.exit_code
     except TerminatedError as error:

@@ -76,6 +76,20 @@ class DisagreementError(Exception):
         return f"the ranks' selections differ; {way_out}:\n  {listed}"
 
 
+class WrongResultError(Exception):
+    """Results that are further from the exact ones than their dtype allows; a line for each."""
+
+    exit_code = 4
+
+    def __init__(self, lines: tuple[str, ...]) -> None:
+        self.lines = lines
+        super().__init__(lines)
+
+    def __str__(self) -> str:
+        listed = "\n  ".join(self.lines)
+        return f"wrong results, which were not timed; name another backend or plan, and report it:\n  {listed}"
+
+
 class StallError(Exception):
     """No rank reported anything for too long. last: what each rank was doing."""
 

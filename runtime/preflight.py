@@ -15,6 +15,7 @@ from runtime import ray_api
 from runtime.check import raise_if_any, request_faults, select_roles, settle_dtype
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
+from runtime.live import is_local
 from runtime.model_folder import FolderFacts, read_folder
 from runtime.placement import choose_world_size, feasibility_fault, least_world_size
 from runtime.requests import Request
@@ -31,16 +32,16 @@ class Ground:
     nodes: tuple[ray_api.Node, ...]
 
 
-def is_local(config: RunConfig) -> bool:
-    """True if the run starts a cluster of its own, on this node."""
-    return config.cluster.address == "local" and not ray_api.inside_job()
+def refuse_shadows() -> None:
+    """Raises FaultError if the working directory holds packages that ranks would take for ours."""
+    shadowing = shadows(Path.cwd())
+    if shadowing:
+        raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
 
 
 def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: Registry) -> FolderFacts:
     """Everything that needs neither a cluster nor torch to be refused, at once. Raises FaultError, PlacementError."""
-    shadowing = shadows(Path.cwd())
-    if shadowing:
-        raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
+    refuse_shadows()
     folder = read_folder(config.model.path)
     faults = name_faults(config.attention, folder.models.values(), registry)
     if config.generate.flow_shift is not None and not folder.shifts:
@@ -70,17 +71,23 @@ def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground
     """What the connected cluster gives the run. Raises PlacementError for what it lacks, FaultError for what cannot
     be served on it.
     """
+    ground = survey_ranks(config, folder.heads, registry)
+    raise_if_any(select_roles(config, folder, ground.device, ground.dtype, ground.world_size, registry)[1])
+    return ground
+
+
+def survey_ranks(config: RunConfig, heads: int, registry: Registry) -> Ground:
+    """The ranks that the connected cluster gives, and their dtype, whatever they are going to compute. heads: an
+    automatic number of ranks divides them. Raises PlacementError.
+    """
     nodes = ray_api.nodes()
     device = _local_device(config.run.device, registry) if is_local(config) else _probe(config, nodes, registry)
-    platform = device.platform
-    free_gpus = int(ray_api.free("GPU")) if platform == "cuda" else 0
-    world_size = choose_world_size(config, platform, folder.heads, free_gpus)
-    fault = feasibility_fault(world_size, platform, nodes)
+    free_gpus = int(ray_api.free("GPU")) if device.platform == "cuda" else 0
+    world_size = choose_world_size(config, device.platform, heads, free_gpus)
+    fault = feasibility_fault(world_size, device.platform, nodes)
     if fault is not None:
         raise PlacementError([fault])
-    dtype = settle_dtype(config, platform)
-    raise_if_any(select_roles(config, folder, device, dtype, world_size, registry)[1])
-    return Ground(device, world_size, dtype, nodes)
+    return Ground(device, world_size, settle_dtype(config, device.platform), nodes)
 
 
 def _local_device(wanted: str, registry: Registry) -> DeviceFacts:

@@ -27,15 +27,19 @@ _PHASES = {
     "encode": "encode the prompt",
     "denoise": "denoise",
     "decode": "decode the frames",
+    "check": "compare the results with fp64",
+    "time": "time the calls",
 }
 
 
 class Progress(ABC):
-    """Shows a run's events. world_size: how many ranks report; requests: how many are made (numbered if several)."""
+    """Shows a run's events. world_size: how many ranks report; requests: how many are made (numbered if several).
+    noun: what a request is called.
+    """
 
-    def __init__(self, world_size: int, *, requests: int = 1) -> None:
+    def __init__(self, world_size: int, *, requests: int = 1, noun: str = "request") -> None:
         self._meter = StepMeter(world_size)
-        self._requests = requests
+        self._requests, self._noun = requests, noun
 
     def __enter__(self) -> Progress:
         return self
@@ -58,7 +62,7 @@ class Progress(ABC):
                 self._show_steps(news)
 
     def _request_label(self, request: int | None) -> str:
-        return "" if request is None or self._requests == 1 else f"request {request + 1}/{self._requests}: "
+        return "" if request is None or self._requests == 1 else f"{self._noun} {request + 1}/{self._requests}: "
 
     @abstractmethod
     def message(self, text: str) -> None:
@@ -79,9 +83,15 @@ class PlainProgress(Progress):
     """Lines: one when a phase begins; for steps the first, the last, and at most one every 5 s between them."""
 
     def __init__(
-        self, world_size: int, stream: TextIO, *, requests: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        world_size: int,
+        stream: TextIO,
+        *,
+        requests: int = 1,
+        noun: str = "request",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(world_size, requests=requests)
+        super().__init__(world_size, requests=requests, noun=noun)
         self._stream = stream
         self._clock = clock
         self._last_line: dict[int, float] = {}
@@ -113,12 +123,13 @@ class RichProgress(Progress):
         console: Console,
         *,
         requests: int = 1,
+        noun: str = "request",
         clock: Callable[[], float] = time.monotonic,
         redirect_stderr: bool = False,
     ) -> None:
         from rich import progress
 
-        super().__init__(world_size, requests=requests)
+        super().__init__(world_size, requests=requests, noun=noun)
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
             progress.TextColumn("{task.description}", markup=False),
@@ -166,14 +177,16 @@ def make_progress(
     stream: TextIO | None = None,
     *,
     requests: int = 1,
+    noun: str = "request",
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """A bar if the stream (standard error by default) is a terminal, plain lines otherwise."""
     stream = sys.stderr if stream is None else stream
     if _is_terminal(stream):
         on_stderr = stream is sys.stderr  # then what others print there goes above the bar, not through it
-        return RichProgress(world_size, _console(stream), requests=requests, clock=clock, redirect_stderr=on_stderr)
-    return PlainProgress(world_size, stream, requests=requests, clock=clock)
+        console = _console(stream)
+        return RichProgress(world_size, console, requests=requests, noun=noun, clock=clock, redirect_stderr=on_stderr)
+    return PlainProgress(world_size, stream, requests=requests, noun=noun, clock=clock)
 
 
 def print_selection(report: SelectionReport, stream: TextIO) -> None:
@@ -187,7 +200,7 @@ def print_selection(report: SelectionReport, stream: TextIO) -> None:
     rows = [tuple(row[place] for place in shown) for row in rows]
     notes = note_lines(report)
     if not _is_terminal(stream):
-        stream.write("".join(f"{line}\n" for line in [*_aligned([headings, *rows]), *notes]))
+        stream.write("".join(f"{line}\n" for line in [*aligned([headings, *rows]), *notes]))
         stream.flush()
         return
     from rich.table import Table
@@ -224,7 +237,8 @@ def _names(text: str, value: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(value)}(?![\w-])", text) is not None
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, their columns under each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -119,6 +119,10 @@ class RunFolder:
         """selection.json, as docs/selection.schema.json has it."""
         return self._write_json("selection.json", report.to_dict())
 
+    def write_bench(self, mapping: Mapping[str, Any]) -> Path:
+        """bench.json, as docs/bench.schema.json has it (see `runtime.bench.record.record`)."""
+        return self._write_json("bench.json", mapping)
+
     def write_summary(self, mapping: Mapping[str, Any]) -> Path:
         """summary.json, as docs/summary.schema.json has it (see `runtime.summary.summary`)."""
         return self._write_json("summary.json", mapping)

@@ -11,19 +11,16 @@ from typing import Any
 
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
-from configs.faults import Fault
 from configs.schema import AttentionConfig, AttentionSpec, ModelConfig, RunConfig
 from parallel.events import Artefact, AttentionRan
-from runtime import ray_api
 from runtime.check import raise_if_any, request_faults
-from runtime.errors import DisagreementError, PlacementError, RankPlace
-from runtime.group import RankGroup
+from runtime.errors import DisagreementError, RankPlace
+from runtime.live import LiveRanks
 from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
-from runtime.preflight import Ground, check_without_ray, is_local, survey
+from runtime.preflight import check_without_ray, survey
 from runtime.report import SelectionReport, merge
 from runtime.requests import Generation, Request
-from runtime.setup import RankSpec
-from runtime.signals import StarterThread, signals_held, terminated_by_signal
+from runtime.signals import terminated_by_signal
 
 
 class Observer:
@@ -67,11 +64,9 @@ class Session:
         self._observer = observer if observer is not None else Observer()
         self._worker = worker
         self._registry = Registry(config.attention.register)
-        self._group = RankGroup(config.cluster)
+        self._live = LiveRanks(config, self._observer.on_message)
         self._folder: FolderFacts | None = None
         self._ran: list[tuple[int, AttentionRan]] = []
-        self._owns_cluster = False
-        self._starter = StarterThread()
 
     def __enter__(self) -> Session:
         # What is registered while the session lives is another session's.
@@ -93,7 +88,7 @@ class Session:
     @property
     def places(self) -> tuple[RankPlace, ...]:
         """Where the ranks run, by rank; empty before they are placed."""
-        return self._group.places
+        return self._live.group.places
 
     @property
     def registrations(self) -> dict[str, str]:
@@ -113,7 +108,7 @@ class Session:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one."""
-        if not self._group.running:
+        if not self._live.group.running:
             raise RuntimeError(
                 "the session has no ranks now: use it as a context manager, `with Session(config) as session:`"
             )
@@ -129,7 +124,7 @@ class Session:
             self._observer.on_event(rank, event)
 
         with terminated_by_signal():
-            self._group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+            self._live.group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
         report = self.report
         if not report.agreed:
             raise DisagreementError(tuple(map(str, report.disagreements)))
@@ -137,78 +132,16 @@ class Session:
 
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""
-        with signals_held():
-            if self._owns_cluster:
-                self._group.kill()
-                ray_api.disconnect()
-                self._owns_cluster = False
-            else:
-                self._group.close()
-            self._starter.release()
+        self._live.close()
 
     def _start(self, folder: FolderFacts) -> None:
-        tell = self._observer.on_message
-        tell(f"connecting to {_cluster_name(self.config)}")
-        self._starter = StarterThread()
-        self._owns_cluster = not ray_api.joins_other(self.config.cluster.address)
-        _connect(self.config, self._starter)
-        ground = survey(self.config, folder, self._registry)
+        ground = self._live.start(
+            lambda: survey(self.config, folder, self._registry), self._worker, self._observer.on_placed
+        )
         self.device, self.world_size = ground.device, ground.world_size
-        chosen = "" if self.config.parallel.world_size else " (parallel.world_size=auto)"
-        tell(f"{ground.world_size} ranks on {ground.device.label}, {ground.dtype}{chosen}")
-        self._group.place(ground.world_size, ground.device.platform, ground.nodes)
-        self._observer.on_placed(self.places)
-        tell("importing torch and the model's library on every rank")
-        self._group.create(self._worker)
-        self._group.set_up(self._specs(folder, ground), self._observer.on_event)
-
-    def _specs(self, folder: FolderFacts, ground: Ground) -> list[RankSpec]:
-        store = self._group.open_store()
         path = self.config.model.path
         # Ranks have working directories of their own.
         absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
         config = replace(self.config, model=ModelConfig(absolute))
-        return [
-            RankSpec(
-                rank=place.rank,
-                world_size=ground.world_size,
-                platform=ground.device.platform,
-                ordinal=place.ordinal,
-                host=place.host,
-                several_nodes=len({place.node_id for place in self.places}) > 1,
-                dtype=ground.dtype,
-                pipeline=folder.pipeline,
-                store=store,
-                # The driver is to notice a stall before a collective gives up and blames the peer that waited.
-                timeout_s=2 * self.config.cluster.stall_timeout_s,
-                backends=self._registry.paths(),
-                config=config,
-            )
-            for place in self.places
-        ]
-
-
-def _cluster_name(config: RunConfig) -> str:
-    if ray_api.inside_job():
-        return "the job's Ray cluster"
-    return "a Ray cluster of this run's own" if is_local(config) else f"the Ray cluster at {config.cluster.address}"
-
-
-def _connect(config: RunConfig, starter: StarterThread) -> None:
-    """Raises PlacementError if no cluster can be joined or started; signals wait until it is known."""
-    address = config.cluster.address
-    remedy = "start one with `ray start --head` and give its HOST:PORT, or use cluster.address=local"
-    if address != "local" and not ray_api.inside_job() and not ray_api.answers_as_ray(address):
-        raise PlacementError([Fault("cluster.address", address, "no Ray cluster answers there", remedy)])
-    ranks = config.parallel.world_size or 2
-    with signals_held(repeat=True):
-        try:
-            starter.run(lambda: ray_api.connect(address, ranks))
-        except Exception as error:  # Ray raises anything here, bare Exception included
-            rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({_first_line(error)})"
-            raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        specs = self._live.specs(ground, config, self._registry.paths(), folder.pipeline)
+        self._live.group.set_up(specs, self._observer.on_event)

@@ -22,7 +22,7 @@ from configs.faults import Fault, FaultError
 from parallel.context import AttentionContext
 from parallel.devices import facts_of
 from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffic
-from parallel.mesh import open_mesh
+from parallel.mesh import Mesh, open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
 from parallel.transport.torch_dist import TorchTransport
@@ -33,14 +33,16 @@ from runtime.resolve import resolved_roles
 from runtime.setup import RankSpec, Wired
 
 
-class Rank:
-    """The work of one rank. Methods are called one at a time."""
+class Member:
+    """A process that joins a group and computes in a thread. Methods are called one at a time."""
 
     transport_class: type[TorchTransport] = TorchTransport
+    spec: RankSpec
+    device: torch.device
+    mesh: Mesh
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
-        self._models: list[ShardedModel] = []
 
     def open_store(self, host: str) -> int:
         """The port of a store for the group to meet at. The socket that is bound is the one that serves: no port
@@ -49,34 +51,50 @@ class Rank:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def resolve(self, spec: RankSpec) -> Iterator[Event | Wired]:
-        """What every role gets on this rank's own facts, before anything is loaded."""
-        yield Phase("resolve")
+    def take_place(self, spec: RankSpec) -> None:
+        """What this rank is, before it meets the others."""
         self.spec = spec
         self.device = torch.device("cpu" if spec.platform == "cpu" else f"{spec.platform}:{spec.ordinal}")
-        registry = Registry.exactly(spec.backends)
-        yield resolved_roles(spec, self.device_facts(registry), registry)
 
-    def setup(self, spec: RankSpec) -> Iterator[Event | Wired]:
-        yield from _in_thread(lambda emit: self._setup(spec, emit), self.device)
-
-    def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
-        yield from _in_thread(lambda emit: self._run(requests, emit), self.device)
+    def join(self) -> None:
+        """Meet the others; blocks until all are there."""
+        spec = self.spec
+        if spec.several_nodes:
+            bind_to_interface(spec.host)
+        if self._store is None:
+            self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
+        self.mesh = open_mesh(self._store, spec.rank, spec.world_size, self.device, spec.timeout_s)
 
     def device_facts(self, registry: Registry) -> DeviceFacts:
         """This rank's own device, as it is."""
         return facts_of(self.device, registry)
 
+
+class Rank(Member):
+    """The work of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._models: list[ShardedModel] = []
+
+    def resolve(self, spec: RankSpec) -> Iterator[Event | Wired]:
+        """What every role gets on this rank's own facts, before anything is loaded."""
+        yield Phase("resolve")
+        self.take_place(spec)
+        registry = Registry.exactly(spec.backends)
+        yield resolved_roles(spec, self.device_facts(registry), registry)
+
+    def setup(self, spec: RankSpec) -> Iterator[Event | Wired]:
+        yield from in_thread(lambda emit: self._setup(spec, emit), self.device)
+
+    def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
+        yield from in_thread(lambda emit: self._run(requests, emit), self.device)
+
     def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
         self.spec = spec
-        device = self.device
         folder = _folder(spec.config.model.path)
         emit(Phase("join"))
-        if spec.several_nodes:
-            bind_to_interface(spec.host)
-        if self._store is None:
-            self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
-        self.mesh = open_mesh(self._store, spec.rank, spec.world_size, device, spec.timeout_s)
+        self.join()
         emit(Phase("load"))
         dtype: torch.dtype = getattr(torch, spec.dtype)
         make = spec.config.generate
@@ -165,7 +183,7 @@ def _folder(path: str) -> Path:
 _DONE = object()
 
 
-def _in_thread(work: Callable[[Callable[[Any], None]], None], device: torch.device | None) -> Iterator[Any]:
+def in_thread(work: Callable[[Callable[[Any], None]], None], device: torch.device | None) -> Iterator[Any]:
     """What `work` emits, as it emits it, from a thread of its own; its exception, if it raises, is raised here.
 
     A generator cannot yield from inside a pipeline's callback, and the driver wants each event when it happens.

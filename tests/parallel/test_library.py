@@ -16,6 +16,7 @@ from tests.conftest import CHECKOUT
 from tests.exact import attention64, relative_error
 from tests.parallel import library_ranks as ranks
 from tests.ranks import Ranks
+from tests.runtime.command import environment
 
 GlooRanks = Callable[[int], Ranks]
 over_live_ranks = pytest.mark.ray  # their mesh is left aside: what counts is the default group
@@ -122,7 +123,6 @@ def test_a_layer_of_ones_own_model_takes_its_context_from_the_callers_group(gloo
 ALONE = """
 import sys, torch, torch.distributed as dist, raylysses
 from tests.parallel import library_ranks as ranks
-from tests.ranks import Ranks
 try:
     raylysses.sequence_parallel(ranks.model())
 except raylysses.FaultError as error:
@@ -136,7 +136,13 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("ray", "
 
 def test_nothing_of_ray_is_imported_and_one_rank_needs_no_other() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, cwd=CHECKOUT, timeout=120, check=False
+        [sys.executable, "-c", ALONE],
+        capture_output=True,
+        text=True,
+        cwd=CHECKOUT,
+        timeout=120,
+        check=False,
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

@@ -1,0 +1,1 @@
+"""`raylysses bench`: experiments on the ranks that a configuration gives."""

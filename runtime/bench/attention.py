@@ -1,0 +1,151 @@
+"""`raylysses bench attention`: the driver of an experiment, from the grid to the run folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from backends.registry import Registry
+from configs.compose import to_mapping
+from configs.faults import Fault, FaultError
+from configs.schema import ParallelConfig, RunConfig
+from parallel.events import Phase, Step
+from runtime.bench.grid import Shape, cases_of, common_heads, parse_backends
+from runtime.bench.record import Facts, record
+from runtime.bench.results import Checked, Refused, Results, RoundDone, wrong
+from runtime.bench.spec import BenchSpec
+from runtime.bench.table import lines_of
+from runtime.errors import RankPlace, TerminatedError, WrongResultError
+from runtime.live import LiveRanks
+from runtime.preflight import Ground, refuse_shadows, survey_ranks
+from runtime.progress import Progress, make_progress
+from runtime.run_folder import RunFolder
+from runtime.signals import signals_held, terminated_by_signal
+from runtime.step_meter import DONE, duration
+from runtime.summary import Status, failure_of
+
+WORKER = "runtime.bench.worker.BenchRank"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """shapes x plans x backends (None: as the configuration says). rounds: timed calls of each. causal: of all."""
+
+    shapes: tuple[Shape, ...]
+    plans: dict[str, ParallelConfig]
+    backends: str | None
+    rounds: int
+    causal: bool
+
+
+class _Recorder:
+    """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
+
+    def __init__(self, config: RunConfig, asked: Experiment, path: Path, progress: Progress) -> None:
+        self._config, self._asked, self._path, self._progress = config, asked, path, progress
+        self.folder: RunFolder | None = None
+        self.results: Results | None = None
+        self._facts: Facts | None = None
+        self._finished: dict[int, int] = {}
+        self._began = time.monotonic()
+
+    def on_placed(self, places: Sequence[RankPlace]) -> None:
+        self._progress.expect(len(places))
+        self.folder = RunFolder.create(self._path)
+        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
+        self.folder.write_config(mapping)
+
+    def begin(self, results: Results, ground: Ground, places: Sequence[RankPlace]) -> None:
+        config, asked = self._config, self._asked
+        self.results = results
+        self._facts = Facts(ground.device, ground.dtype, tuple(places), asked.rounds, asked.causal, config.run.seed)
+        self._began = time.monotonic()
+        self.write("running")
+
+    def on_event(self, rank: int, event: Any) -> None:
+        if isinstance(event, Refused | Checked | RoundDone) and self.results is not None:
+            self.results.add(event)
+        elif isinstance(event, Phase | Step):
+            self._progress.on_event(rank, event)
+            if self.folder is not None:
+                self.folder.append(rank, event)
+            if isinstance(event, Phase) and event.name == DONE and event.request is not None:
+                self._on_shape_done(event.request)
+
+    def _on_shape_done(self, index: int) -> None:
+        """When the last rank is done with a shape: what is known of it, and how long the others may take."""
+        self._finished[index] = self._finished.get(index, 0) + 1
+        if self._facts is None or self._finished[index] < len(self._facts.places):
+            return
+        self.write("running")
+        shapes, spent = self._asked.shapes, time.monotonic() - self._began
+        left = len(shapes) - index - 1
+        ahead = f", about {duration(spent / (index + 1) * left)} to go at this rate" if left else ""
+        self._progress.message(f"{shapes[index]}: done after {duration(spent)}{ahead}")
+
+    def write(self, status: Status, error: BaseException | None = None) -> None:
+        """bench.json as it stands; nothing before the ranks have their places."""
+        if self.folder is None or self.results is None or self._facts is None:
+            return
+        failure = None if error is None else failure_of(error)
+        self.folder.write_bench(record(status, self._facts, self.results.rows(), failure))
+
+
+def bench_attention(config: RunConfig, asked: Experiment) -> Path:
+    """Run the grid; returns the run folder, which has bench.json and bench.png.
+
+    Raises FaultError and PlacementError before any rank starts, WrongResultError once all is done if a result was
+    wrong, and RankError and StallError as a session does.
+    """
+    registry = Registry(config.attention.register)
+    backends = parse_backends(asked.backends, config.attention, registry)
+    refuse_shadows()
+    path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
+    RunFolder.refuse_if_taken(path.absolute())
+    with terminated_by_signal(), make_progress(1, requests=len(asked.shapes), noun="shape") as progress:
+        recorder = _Recorder(config, asked, path.absolute(), progress)
+        live = LiveRanks(config, progress.message)
+        try:
+            heads = common_heads(asked.shapes)
+            ground = live.start(lambda: survey_ranks(config, heads, registry), WORKER, recorder.on_placed)
+            cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
+            results = Results(cases, asked.shapes, ground.world_size)
+            recorder.begin(results, ground, live.group.places)
+            spec = BenchSpec(cases, asked.shapes, asked.rounds, asked.causal)
+            each = [(rank, spec) for rank in live.specs(ground, config, registry.paths())]
+            live.group.drive("bench", each, recorder.on_event)
+        except BaseException as error:
+            with signals_held():
+                stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
+                recorder.write("interrupted" if stopped else "failed", error)
+            raise
+        finally:
+            live.close()
+            if recorder.folder is not None:
+                recorder.folder.close()
+    return _concluded(recorder, results)
+
+
+def _concluded(recorder: _Recorder, results: Results) -> Path:
+    """Writes what there is to see, and raises for what is wrong."""
+    from runtime.bench.plot import plot
+
+    if recorder.folder is None:
+        raise RuntimeError("a bench that has run had no places")
+    rows = results.rows()
+    bad = wrong(rows)
+    error = WrongResultError(tuple(f"{row.case}: {row.why}" for row in bad)) if bad else None
+    recorder.write("failed" if bad else "done", error)
+    sys.stdout.write("".join(f"{line}\n" for line in lines_of(rows)))
+    plot(rows, recorder.folder.path / "bench.png")
+    if error is not None:
+        raise error
+    if not any(row.outcome == "timed" and not row.case.is_baseline for row in rows):
+        rule = "nothing of the grid is served; the table says why"
+        raise FaultError([Fault("--plans", None, rule, "give other plans, backends or shapes")])
+    return recorder.folder.path

@@ -1,0 +1,113 @@
+"""A connection to Ray with a group of ranks on it: opened for a session or a bench, and always closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from configs.faults import Fault
+from configs.schema import RunConfig
+from runtime import ray_api
+from runtime.errors import PlacementError, RankPlace
+from runtime.group import RankGroup
+from runtime.setup import RankSpec
+from runtime.signals import StarterThread, signals_held
+
+if TYPE_CHECKING:
+    from runtime.preflight import Ground
+
+
+class LiveRanks:
+    """The processes of all ranks. tell: is given what is done and what was decided, as lines. group: to drive them."""
+
+    def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
+        self._config = config
+        self._tell = tell
+        self.group = RankGroup(config.cluster)
+        self._owns_cluster = False
+        self._starter = StarterThread()
+
+    def start(
+        self, survey: Callable[[], Ground], worker: str, on_placed: Callable[[Sequence[RankPlace]], None]
+    ) -> Ground:
+        """Join or start the cluster, survey it, place the ranks, and make their workers (a dotted path).
+
+        Raises what `survey` and `RankGroup` raise, and PlacementError if there is no cluster.
+        """
+        config = self._config
+        self._tell(f"connecting to {_cluster_name(config)}")
+        self._starter = StarterThread()
+        self._owns_cluster = not ray_api.joins_other(config.cluster.address)
+        _connect(config, self._starter)
+        ground = survey()
+        chosen = "" if config.parallel.world_size else " (parallel.world_size=auto)"
+        self._tell(f"{ground.world_size} ranks on {ground.device.label}, {ground.dtype}{chosen}")
+        self.group.place(ground.world_size, ground.device.platform, ground.nodes)
+        on_placed(self.group.places)
+        self._tell("importing torch and the model's library on every rank")
+        self.group.create(worker)
+        return ground
+
+    def specs(self, ground: Ground, config: RunConfig, backends: dict[str, str], pipeline: str = "") -> list[RankSpec]:
+        """What each rank is told; the first one has opened its store by then."""
+        store, places = self.group.open_store(), self.group.places
+        return [
+            RankSpec(
+                rank=place.rank,
+                world_size=ground.world_size,
+                platform=ground.device.platform,
+                ordinal=place.ordinal,
+                host=place.host,
+                several_nodes=len({place.node_id for place in places}) > 1,
+                dtype=ground.dtype,
+                pipeline=pipeline,
+                store=store,
+                # The driver is to notice a stall before a collective gives up and blames the peer that waited.
+                timeout_s=2 * config.cluster.stall_timeout_s,
+                backends=backends,
+                config=config,
+            )
+            for place in places
+        ]
+
+    def close(self) -> None:
+        """Stop the ranks, give back what they held, and stop the cluster if it was started here; repeatable."""
+        with signals_held():
+            if self._owns_cluster:
+                self.group.kill()
+                ray_api.disconnect()
+                self._owns_cluster = False
+            else:
+                self.group.close()
+            self._starter.release()
+
+
+def is_local(config: RunConfig) -> bool:
+    """True if the run starts a cluster of its own, on this node."""
+    return config.cluster.address == "local" and not ray_api.inside_job()
+
+
+def _cluster_name(config: RunConfig) -> str:
+    if ray_api.inside_job():
+        return "the job's Ray cluster"
+    return "a Ray cluster of this run's own" if is_local(config) else f"the Ray cluster at {config.cluster.address}"
+
+
+def _connect(config: RunConfig, starter: StarterThread) -> None:
+    """Raises PlacementError if no cluster can be joined or started; signals wait until it is known."""
+    address = config.cluster.address
+    remedy = "start one with `ray start --head` and give its HOST:PORT, or use cluster.address=local"
+    if address != "local" and not ray_api.inside_job() and not ray_api.answers_as_ray(address):
+        raise PlacementError([Fault("cluster.address", address, "no Ray cluster answers there", remedy)])
+    ranks = config.parallel.world_size or 2
+    with signals_held(repeat=True):
+        try:
+            starter.run(lambda: ray_api.connect(address, ranks))
+        except Exception as error:  # Ray raises anything here, bare Exception included
+            rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({_first_line(error)})"
+            raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
