@@ -185,9 +185,7 @@ def bench_group() -> None:
 
 
 @bench_group.command("attention", cls=ConfiguredCommand)
-@click.option(
-    "--shapes", default="1x4608x24x128", show_default=True, help="BxSxHxD or BxSxHxDxHkv, with commas."
-)
+@click.option("--shapes", default="1x4608x24x128", show_default=True, help="BxSxHxD or BxSxHxDxHkv, with commas.")
 @click.option("--plans", default="auto", show_default=True, help="auto, ulysses, ring, gather_kv, 2x2, 2x2:gather_kv.")
 @click.option("--backends", help="NAME,...; without it, what attention.* says of the role self.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Timed calls of each cell.")

@@ -73,7 +73,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
             rule = "is no shape: batch x rows x heads x head size, and KV heads if they are fewer"
             faults.append(Fault("--shapes", word, rule, "write it as in 1x4608x24x128 or 1x4608x24x128x8"))
             continue
-        shape = Shape(*numbers[:4], kv_heads=numbers[4] if len(numbers) == 5 else numbers[2])
+        batch, length, heads, head_size, *fewer = numbers
+        shape = Shape(batch, length, heads, head_size, *(fewer or [heads]))
         if shape.heads % shape.kv_heads:
             rule = f"{shape.heads} query heads are no multiple of {shape.kv_heads} KV heads"
             faults.append(Fault("--shapes", word, rule, "give a number of KV heads that divides the query heads"))

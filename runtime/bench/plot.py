@@ -23,7 +23,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(f"{shape} (B x S x H x D)", loc="left", fontsize=10)
         axis.set_xlabel("ms", fontsize=9)
         axis.tick_params(labelsize=8)
-        labels = [f"{row.case.plan}, {row.checked.backend}" for row in panel if row.checked]
+        labels = [_label(row) for row in panel]
         times = [row.milliseconds or 0.0 for row in panel]
         spread = [
             [time - (row.low or time) for time, row in zip(times, panel, strict=True)],
@@ -40,8 +40,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         baseline = next((row.baseline_ms for row in panel if row.baseline_ms), None)
         if baseline is not None:
             axis.axvline(baseline, color="#e45756", linewidth=1.2, label="kernel alone, H/P heads")
-            axis.legend(fontsize=8, loc="lower right")
+            axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def _label(row: Row) -> str:
+    if row.checked is None:
+        return str(row.case)
+    plan, strategy = row.case.plan, row.checked.strategy
+    return f"{plan if plan == strategy else f'{plan}: {strategy}'}, {row.checked.backend}"
 
 
 def _is_bar(row: Row) -> bool:

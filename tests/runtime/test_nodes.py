@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from configs.compose import compose
 from runtime.errors import PlacementError
 from runtime.session import Session
 from tests.runtime.command import raylysses, selection, summary
+from tests.runtime.report_values import check_schema
 
 pytestmark = pytest.mark.ray
 
@@ -45,6 +47,24 @@ def test_a_group_spans_nodes(two_nodes: str, tmp_path: Path) -> None:
     assert selection(folder)["agreed"]
     (request,) = summary(folder)["requests"]
     assert all(traffic["planned"] == traffic["measured"] for traffic in request["traffic"].values())
+
+
+def test_a_bench_spans_nodes(two_nodes: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcome = raylysses(
+        *("bench", "attention", "--shapes", "1x37x5x16", "--plans", "ulysses,ring", "--backends", "REFERENCE"),
+        *("--rounds", "2", "parallel.world_size=2", f"cluster.address={two_nodes}", f"run.dir={folder}"),
+    )
+
+    assert outcome.code == 0, outcome.err
+    content = json.loads((folder / "bench.json").read_text())
+    check_schema("bench", content)
+    assert content["nodes"] == 2
+    assert [(row["plan"], row["outcome"]) for row in content["rows"]] == [
+        ("kernel", "timed"),
+        ("ulysses", "timed"),
+        ("ring", "timed"),
+    ]
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -1,0 +1,231 @@
+"""`raylysses bench attention`: what it is asked for, what its figures are made of, and whole runs over gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from backends.interface import AttentionBackend, AttentionMetadata, Variant
+from backends.kernels.torch_sdpa import TorchSdpaImpl
+from backends.registry import Registry
+from configs.compose import compose
+from configs.faults import FaultError
+from configs.schema import AttentionConfig, ParallelConfig, RunConfig
+from runtime.bench.attention import Experiment, bench_attention
+from runtime.bench.grid import Shape, cases_of, parse_backends, parse_plans, parse_shapes, unused_settings
+from runtime.bench.results import Checked, Refused, Results, RoundDone
+from runtime.bench.table import lines_of
+from runtime.errors import WrongResultError
+from tests.runtime.command import raylysses
+from tests.runtime.report_values import check_schema
+
+SMALL = Shape(1, 37, 5, 16, 5)
+
+
+class SlightlyWrongImpl(TorchSdpaImpl):
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, metadata) * 1.001
+
+
+class SlightlyWrongBackend(AttentionBackend):
+    variants = (Variant("wrong", f"{__name__}.SlightlyWrongImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "SLIGHTLY_WRONG"
+
+
+# --- what is asked for ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_and_plans_are_read() -> None:
+    assert parse_shapes("1x4608x24x128, 2x37x6x16x2") == (Shape(1, 4608, 24, 128, 24), Shape(2, 37, 6, 16, 2))
+    assert parse_plans("auto,2x3,2x2:gather_kv") == {
+        "auto": ParallelConfig(),
+        "2x3": ParallelConfig(ulysses=2, ring=3),
+        "2x2:gather_kv": ParallelConfig(ulysses=2, ring=2, strategy="gather_kv"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--shapes", "1x2x3"), "--shapes=1x2x3: is no shape"),
+        (("--shapes", "1x8x6x16x4"), "--shapes=1x8x6x16x4: 6 query heads are no multiple of 4 KV heads"),
+        (("--shapes", ","), "--shapes=,: names nothing"),
+        (
+            ("--plans", "ulises"),
+            "--plans=ulises: is no plan: a strategy, or degrees of Ulysses x ring; did you mean",
+        ),
+        (("--backends", "TORCH_SPDA"), "--backends=TORCH_SPDA: no backend has that name; did you mean TORCH_SDPA?"),
+        (("--backends", "REFERENCE", "attention.default=TORCH_SDPA"), "attention.default: nothing would use it"),
+        (("parallel.strategy=ring",), "parallel.strategy=ring: the plans are given with --plans"),
+        (("generate.steps=2",), "generate.steps=2: a bench makes no video"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
+    outcome = raylysses("bench", "attention", *words)
+
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: {told}")
+
+
+def test_without_names_the_settings_say_which_backend() -> None:
+    registry = Registry()
+    assert parse_backends(None, AttentionConfig(), registry).keys() == {"auto"}
+    assert parse_backends(None, AttentionConfig(per_role={"self": "REFERENCE"}), registry).keys() == {"REFERENCE"}
+    named = parse_backends("auto,REFERENCE", AttentionConfig(), registry)
+    assert [None if each.default is None else each.default.backend for each in named.values()] == [None, "REFERENCE"]
+    assert unused_settings(["run.seed=1", "cluster.address=h:1", "parallel.world_size=2"]) == []
+
+
+def test_the_help_has_an_example() -> None:
+    outcome = raylysses("bench", "attention", "--help")
+    assert "raylysses bench attention --shapes 1x4608x24x128" in outcome.out
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+CHECKED = Checked(0, "B", "v", "my.kernel", "exact", "ulysses", (2, 1), 1e-7, 1e-5, 2, 100, 0.5)
+
+
+def results(*, exactness: str = "exact") -> Results:
+    """A baseline (case 0) and a cell (case 1) of two ranks."""
+    cases = cases_of([SMALL], {"ulysses": ParallelConfig()}, {"B": AttentionConfig()}, 2)
+    assert [case.plan for case in cases] == ["kernel", "ulysses"]
+    assert cases[0].shape == replace(SMALL, heads=3, kv_heads=3)
+    found = Results(cases, (SMALL,), 2)
+    for _ in range(2):
+        found.add(replace(CHECKED, case=0, exactness=exactness))
+    return found
+
+
+def test_a_figure_is_the_median_of_the_slowest_rank_and_the_baseline_is_scaled_to_its_heads() -> None:
+    found = results()
+    found.add(replace(CHECKED, case=1, error=3e-6, bytes_sent=70, first_s=0.1))
+    found.add(replace(CHECKED, case=1, error=2e-6, bytes_sent=90, first_s=0.7))
+    for number, (first, second) in enumerate([(4.0, 8.0), (6.0, 2.0), (7.0, 7.5)]):
+        found.add(RoundDone(0, number, {0: 3.0, 1: first}))
+        found.add(RoundDone(0, number, {0: 2.0, 1: second}))
+    found.add(RoundDone(0, 3, {0: 99.0, 1: 99.0}))  # of one rank only: the run ended there
+
+    baseline, cell = found.rows()
+
+    assert (cell.outcome, cell.milliseconds, cell.low, cell.high) == ("timed", 7.5, 6.75, 7.75)
+    assert baseline.milliseconds == 3.0
+    assert cell.baseline_ms == pytest.approx(3.0 * 2.5 / 3)
+    assert cell.efficiency == pytest.approx(2.5 / 7.5)
+    assert cell.checked is not None
+    assert (cell.checked.error, cell.checked.bytes_sent, cell.checked.first_s) == (3e-6, 90, 0.7)
+
+
+def test_a_lossy_kernel_is_no_baseline() -> None:
+    found = results(exactness="lossy-quantised")
+    for case in (0, 1):
+        found.add(replace(CHECKED, case=case))
+        for _ in range(2):
+            found.add(RoundDone(0, 0, {case: 1.0}))
+    assert [row.efficiency for row in found.rows()] == [None, None]
+
+
+def test_one_wrong_rank_makes_a_cell_wrong_and_one_refusal_refused() -> None:
+    found = results()
+    found.add(replace(CHECKED, case=1))
+    found.add(replace(CHECKED, case=1, error=float("inf")))
+    (_, cell) = found.rows()
+    assert cell.outcome == "wrong"
+    assert "off by inf, over 1e-05" in cell.why
+    assert cell.to_dict()["error"] is None
+
+    found.add(Refused(1, ("too small", "too old")))
+    (_, cell) = found.rows()
+    assert (cell.outcome, cell.why) == ("refused", "too small; too old")
+    assert lines_of(found.rows())[-1] == "refused: too small; too old  [1x37x5x16 ulysses B]"
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def composed(folder: Path, world_size: int, *settings: str) -> RunConfig:
+    words = ["generate.prompt='-'", f"parallel.world_size={world_size}", "run.device=cpu", f"run.dir={folder}"]
+    config, faults = compose([*words, *settings], environ={})
+    assert config is not None, faults
+    return config
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    check_schema("bench", content)
+    return content
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_wrong_result_is_named_and_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes, plans = parse_shapes("1x37x5x16,2x2x6x16"), parse_plans("auto,ring,2x2")
+    config = composed(tmp_path / "run", 3, f"attention.register.SLIGHTLY_WRONG={__name__}.SlightlyWrongBackend")
+
+    with pytest.raises(WrongResultError, match=r"1x37x5x16 auto SLIGHTLY_WRONG: its result is off by 0\.001"):
+        bench_attention(config, Experiment(shapes, plans, "REFERENCE,SLIGHTLY_WRONG", 2, False))
+
+    content = recorded(tmp_path / "run")
+    assert (content["status"], content["error"]["type"]) == ("failed", "WrongResultError")
+    assert (content["world_size"], content["nodes"], content["dtype"]) == (3, 1, "float32")
+    outcomes = {
+        (row["shape"]["length"], row["plan"], row["asked_backend"]): (row["outcome"], row["strategy"])
+        for row in content["rows"]
+    }
+    for length in (37, 2):  # three ranks have no equal shares of rows or heads; of two rows one rank has none
+        assert outcomes[length, "kernel", "REFERENCE"] == ("timed", "local")
+        assert outcomes[length, "ring", "REFERENCE"] == ("timed", "ring")
+        assert outcomes[length, "2x2", "REFERENCE"] == ("refused", None)
+        assert outcomes[length, "auto", "SLIGHTLY_WRONG"][0] == "wrong"
+        assert outcomes[length, "ring", "SLIGHTLY_WRONG"][0] == "refused"
+    for row in content["rows"]:
+        timed = row["outcome"] == "timed"
+        assert (row["milliseconds"] is not None) == timed
+        assert row["why"] or timed
+        if timed:
+            assert row["error"] <= row["tolerance"] == 1e-5
+            assert row["efficiency"] > 0
+            assert (row["bytes_sent"] > 0) == (row["plan"] != "kernel")
+    table = capsys.readouterr().out
+    assert "degrees of 2x2 do not make up 3 ranks" in table
+    assert (tmp_path / "run" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_causal_attention_in_bfloat16_is_compared_with_its_own_rows(tmp_path: Path) -> None:
+    config = composed(tmp_path / "run", 2, "run.dtype=bfloat16")
+    folder = bench_attention(
+        config, Experiment(parse_shapes("1x150x4x16x2"), parse_plans("ulysses,ring,gather_kv"), "REFERENCE", 1, True)
+    )
+
+    content = recorded(folder)
+    assert content["status"] == "done"
+    assert (content["causal"], content["dtype"]) == (True, "bfloat16")
+    assert [row["outcome"] for row in content["rows"]] == ["timed"] * 4
+    assert all(1e-5 < row["error"] <= row["tolerance"] == 5e-3 for row in content["rows"])
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_grid_of_which_nothing_is_served_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FaultError, match="nothing of the grid is served"):
+        bench_attention(composed(tmp_path / "run", 2), Experiment((SMALL,), parse_plans("3x1"), None, 1, False))
+    assert {row["outcome"] for row in recorded(tmp_path / "run")["rows"]} == {"timed", "refused"}
+
+
+def test_the_schema_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        check_schema("bench", {"version": 1})
