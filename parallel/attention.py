@@ -10,6 +10,7 @@ import torch
 
 from backends.execution import ExecutionPath, Fallback, compilation_of, support_of
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape, Features, Variant
+from backends.options import Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.selection import Selection
 from backends.selector import resolve_entry
@@ -99,8 +100,8 @@ class Attention(torch.nn.Module):
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
             scale = head_size**-0.5 if softmax_scale is None else softmax_scale
             impl_class = _overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
-            defaults = {block: schema() for block, schema in backend.blocks.items()}
-            options = tuple({**defaults, **dict(blocks)}.items())
+            place = Place(self.selection.key, self.context.config.origins)
+            options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
             self.impl = impl_class(softmax_scale=scale, causal=causal, options=options)
             self.impl.prepare(self.context.mesh.device, getattr(torch, self.context.dtype))
         if custom_attention is not None and not skip_sequence_parallel:
