@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
+from backends.entries import resolve_entry
 from backends.options import Place, model_faults, ownerless_faults, read_blocks
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.selection import Selection
-from backends.selector import Selector, resolve_entry
+from backends.selector import Selector
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.fields import RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec, RunConfig
