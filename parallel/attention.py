@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from backends.entries import resolve_entry
 from backends.execution import ExecutionPath, Fallback, compilation_of, support_of
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape, Features, Variant
+from backends.options import Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
-from backends.selection import Selection
-from backends.selector import resolve_entry
+from backends.selection import Rejected, Selection
 from backends.variant import EVERYTHING
 from configs.faults import Fault, FaultError
 from parallel.calls import CallRules, of_heads
@@ -99,8 +100,8 @@ class Attention(torch.nn.Module):
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
             scale = head_size**-0.5 if softmax_scale is None else softmax_scale
             impl_class = _overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
-            defaults = {block: schema() for block, schema in backend.blocks.items()}
-            options = tuple({**defaults, **dict(blocks)}.items())
+            place = Place(self.selection.key, self.context.config.origins)
+            options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
             self.impl = impl_class(softmax_scale=scale, causal=causal, options=options)
             self.impl.prepare(self.context.mesh.device, getattr(torch, self.context.dtype))
         if custom_attention is not None and not skip_sequence_parallel:
@@ -216,19 +217,25 @@ class Attention(torch.nn.Module):
         if entry.explicit is not None and entry.source in ("role", "parent"):
             rule = f"{role} computes with the model's own {path}, and nothing would use a backend"
             raise FaultError([Fault(entry.key, entry.explicit.backend, rule, "leave it out", origin=entry.origin)])
+        passed_over: tuple[Rejected, ...] = ()
+        if entry.explicit is not None:  # a category or the default, which other roles may have too: it is told
+            rule = f"{role} computes with the model's own {path}"
+            fault = Fault(entry.key, entry.explicit.backend, rule, "set it for roles that use a backend")
+            passed_over = (Rejected(entry.explicit.backend, (fault,)),)
         return Selection(
             role=role,
             kind=required.kind,
             category=category,
             requirements=required,
-            requested=None,
+            requested=None if entry.explicit is None else entry.explicit.backend,
             backend=CUSTOM,
             variant="own",
             class_path=path,
             source="model",
-            key="",
-            origin="",
+            key=entry.key if passed_over else "",
+            origin=entry.origin if passed_over else "",
             exactness="exact",
+            rejected=passed_over,
         )
 
     def _report(self, query: torch.Tensor, seen: QueryKeyValue) -> None:

@@ -39,6 +39,11 @@ def requirements_of(
 
     Raises FaultError for what no strategy serves.
     """
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "value_head_size": value_head_size}
+    wrong = {name: size for name, size in sizes.items() if size is not None and (type(size) is not int or size < 1)}
+    if wrong:
+        rule = "it is a whole number of at least 1"
+        raise FaultError(Fault(name, repr(size), rule, "give the model's own") for name, size in wrong.items())
     strategy = choose_strategy(kind, world_size, skip_sequence_parallel=skip_sequence_parallel)
     if strategy == "ulysses" and value_head_size not in (None, head_size):
         rule = f"a head size of V ({value_head_size}) other than that of Q and K cannot be exchanged in one packet"

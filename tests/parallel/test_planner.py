@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.interface import Kind, Requirements
+from backends.interface import Capabilities, Kind, Requirements
 from configs.faults import FaultError
 from parallel.planner import choose_strategy, requirements_of
 
@@ -67,6 +69,23 @@ def test_a_backend_is_asked_for_the_heads_of_the_busiest_rank(
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
     with pytest.raises(FaultError, match="8 query heads are no multiple of 3 KV heads"):
         requirements_of("self", 8, 3, 64, "float32", 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_sizes_that_no_layer_has_are_refused(position: int, value: Any) -> None:
+    sizes: list[Any] = [8, 8, 64]
+    sizes[position] = value
+    with pytest.raises(FaultError) as caught:
+        requirements_of("self", *sizes, "float32", 2)
+    (fault,) = caught.value.faults
+    assert (fault.key, fault.value) == (("num_heads", "num_kv_heads", "head_size")[position], repr(value))
+    assert (fault.rule, fault.remedy) == ("it is a whole number of at least 1", "give the model's own")
+
+
+def test_no_kv_heads_are_a_fault_of_every_backend_and_no_division() -> None:
+    (fault,) = Capabilities().faults(Requirements(64, 8, 0, "float32", "self"))
+    assert (fault.key, fault.value) == ("num_kv_heads", 0)
 
 
 def test_causal_cross_attention_is_refused_on_ranks_that_hold_part_of_the_rows() -> None:
