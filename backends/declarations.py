@@ -9,9 +9,11 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType, ModuleType
+from typing import get_args
 
 from backends.interface import AttentionBackend, Capabilities, Variant
-from backends.variant import DTYPES, EVERY_MASK, EVERYWHERE
+from backends.requirements import MaskKind
+from backends.variant import DTYPES, EVERYWHERE
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.schema import BLOCKS
 
@@ -105,7 +107,7 @@ def _misspelled(variant: Variant) -> tuple[str, str] | None:
                 near = f"did you mean the platform {close[0]}? Write" if close else "write"
                 rule = f"{chip!r} in {field} of its variant {variant.name} is no chip"
                 return rule, f"{near} cuda, cuda:9.0, cuda:10.x, rocm:gfx942, musa:3.1, cpu, npu or xpu"
-    for field, known in (("dtypes", DTYPES), ("masks", EVERY_MASK)):
+    for field, known in (("dtypes", DTYPES), ("masks", get_args(MaskKind))):
         given = getattr(variant.takes, field)
         if not isinstance(given, tuple):
             return f"{field} of its variant {variant.name} is {given!r}, not a tuple", f"write {field}=(...,)"

@@ -28,7 +28,7 @@ _MASKED: tuple[MaskKind, ...] = ("none", "key_padding", "full")
 
 @dataclass(frozen=True)
 class FlashinferQuant:
-    """Other dtypes than the call's inside the kernel; the result is in the call's.
+    """Other dtypes than the call's inside the kernel, with their range and precision; the result is in the call's.
 
     dtype_qk: of Q and K. dtype_vo: of V; with fp8, every channel of V is scaled to the range of fp8.
     """
@@ -112,7 +112,8 @@ class FlashinferAttnBackend(AttentionBackend):
 
     @classmethod
     def exactness_of(cls, variant: Variant, blocks: Blocks) -> Exactness:
-        return "lossy-quantised" if _quant(blocks).dtype_vo == FP8 else variant.exactness
+        quant = _quant(blocks)
+        return variant.exactness if quant == FlashinferQuant() else "lossy-quantised"
 
 
 def _quant(blocks: Blocks) -> FlashinferQuant:
