@@ -25,6 +25,14 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class RejectedStrategy:
+    """A strategy that was considered before the chosen one, and why it does not serve: `ring 1x3`, degrees included."""
+
+    strategy: str
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True)
 class Choice:
     """What serves a role, as far as ranks must share it."""
 
@@ -60,7 +68,7 @@ class Selection:
 
     requested: the backend named by the configuration; None when the platform chose. source: which entry decided. key,
     origin: the configuration key that decided and where it was set; empty when nothing was set. options: the
-    backend's own blocks, as it reads them.
+    backend's own blocks, as it reads them. degrees: Ulysses x ring, of the strategy that it was chosen for.
     """
 
     role: str
@@ -77,3 +85,5 @@ class Selection:
     exactness: Exactness
     rejected: tuple[Rejected, ...] = ()
     options: Blocks = ()
+    degrees: tuple[int, int] = (1, 1)
+    rejected_strategies: tuple[RejectedStrategy, ...] = ()

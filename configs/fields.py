@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.checks import Check, Refusal, choice, optional, real, subset, switch, text, whole
 from configs.faults import nearest
-from configs.schema import AGREEMENTS, AUTO, BLOCKS, DEVICES, DTYPES, ON_UNSUPPORTED, OUTPUTS
+from configs.schema import AGREEMENTS, AUTO, BLOCKS, DEVICES, DTYPES, ON_UNSUPPORTED, OUTPUTS, STRATEGIES
 
 DEFAULT = "attention.default"
 PER_ROLE = "attention.per_role"
@@ -105,6 +105,9 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         DEFAULT: optional(_backend),
         AGREEMENT: choice(AGREEMENTS),
         "parallel.world_size": _ranks,
+        "parallel.ulysses": _ranks,
+        "parallel.ring": _ranks,
+        "parallel.strategy": choice(STRATEGIES),
         "cluster.address": _address,
         "cluster.start_timeout_s": real(0, LONGEST_S, above=True),
         "cluster.stall_timeout_s": real(0, LONGEST_S, above=True),

@@ -61,7 +61,7 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
 
 def plain(key: str, value: Any) -> Any:
     """A stored value as YAML would give it."""
-    if value is None and key == "parallel.world_size":
+    if value is None and key in ("parallel.world_size", "parallel.ulysses", "parallel.ring"):
         return AUTO
     if isinstance(value, str):
         return escape_interpolations(value)

@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 OUTPUTS = ("video", "frames")
 AGREEMENTS = ("require", "negotiate")
 ON_UNSUPPORTED = ("error", "fallback")
+STRATEGIES = (AUTO, "local", "ulysses", "ring", "gather_kv")
 BLOCKS = ("quant", "skip_softmax", "options")
 """The option blocks of a choice; `options` is for backends of others."""
 
@@ -111,9 +112,16 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """world_size: the number of ranks; None is `auto`: the largest usable number of free GPUs, or 2 on CPU."""
+    """world_size: the number of ranks; None is `auto`: the largest usable number of free GPUs, or 2 on CPU.
+
+    ulysses, ring: degrees whose product is the world size; None is `auto`. strategy: how keys that lie on several ranks
+    are met, out of `STRATEGIES`.
+    """
 
     world_size: int | None = None
+    ulysses: int | None = None
+    ring: int | None = None
+    strategy: str = AUTO
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from backends.probe import import_faults
 from backends.registry import Registry
 from backends.selection import Agreement
 from backends.selector import Selector
-from configs.schema import AttentionConfig
+from configs.schema import AttentionConfig, ParallelConfig
 from parallel.events import Event
 from parallel.mesh import Mesh
 from parallel.transport.torch_dist import TorchTransport
@@ -27,7 +27,8 @@ class AttentionContext:
 
     dtype: of the activations, by name. emit: called on the rank's own thread with each event. agreement: what the
     ranks settled on for automatic roles. calibrations: of the checkpoint's models by name (`transformer`). denoising:
-    the time that all layers share; whoever drives the steps tells it.
+    the time that all layers share; whoever drives the steps tells it. parallel: the strategy and the degrees that are
+    asked for.
     """
 
     mesh: Mesh
@@ -40,6 +41,7 @@ class AttentionContext:
     agreement: Agreement | None = None
     calibrations: Mapping[str, Calibration | Uncalibrated] = field(default_factory=dict)
     denoising: DenoisingTime | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @cached_property
     def selector(self) -> Selector:

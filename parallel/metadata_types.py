@@ -21,7 +21,7 @@ def _problem(metadata: AttentionMetadata) -> tuple[str, Any, str] | None:
     """(field, value, rule) of the first one."""
     if not isinstance(metadata, AttentionMetadata):
         return "metadata", metadata, "it is an AttentionMetadata"
-    for name in ("mask", "sinks"):
+    for name in ("mask", "bias", "sinks"):
         value = getattr(metadata, name)
         if value is not None and not isinstance(value, torch.Tensor):
             return name, value, "it is a tensor"

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
-Strategy = Literal["local", "ulysses"]
+from parallel.grid import ExchangeCounts, Grid, Stream
+from parallel.heads import HeadSplit, split_heads
+from parallel.rows import Rows, chain, rows, split
 
+__all__ = [
+    "ExchangeCounts",
+    "Grid",
+    "HeadSplit",
+    "ShardPlan",
+    "Share",
+    "Strategy",
+    "Stream",
+    "plan_sequence",
+    "plan_streams",
+    "split",
+    "split_heads",
+    "usable_world_sizes",
+]
 
-def split(length: int, parts: int) -> tuple[range, ...]:
-    """`length` items over `parts` owners, in order, no padding; the first `length % parts` owners hold one more."""
-    size, extra = divmod(length, parts)
-    starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(starts))
+Strategy = Literal["local", "ulysses", "ring", "ulysses_ring", "gather_kv", "ulysses_gather_kv"]
 
 
 def usable_world_sizes(heads: int, limit: int | None = None) -> tuple[int, ...]:
@@ -23,138 +36,226 @@ def usable_world_sizes(heads: int, limit: int | None = None) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class HeadSplit:
-    """Which heads each rank of a Ulysses group computes.
+class Share:
+    """What one rank holds and computes. Positions count through all streams of a plan in order: query positions through
+    those that ask, key positions through all.
 
-    query[r] and kv[r] are half-open ranges of global head indices. Query head i always reads KV head i // (H // Hkv),
-    so a KV head that several ranks need stands in each of their ranges (replication), never padded. A rank may have
-    none. group: H // Hkv.
+    query_rows, key_rows: what it holds outside attention. sent_queries, sent_keys: those of sharded streams among them.
+    queries: what its Ulysses group asks. keys: the group's keys of sharded streams, which travel. fixed_keys: those of
+    replicated streams, which never do. fixed_queries: those of `queries` that replicated streams ask; all ranks get
+    their results.
     """
 
-    query: tuple[range, ...]
-    kv: tuple[range, ...]
-    group: int
-
-    @property
-    def num_heads(self) -> int:
-        return self.query[-1].stop
-
-    @property
-    def even(self) -> bool:
-        """Whether all ranks have equally many heads, and no KV head goes to two: one strided copy packs them."""
-        sizes = {(len(query), len(kv)) for query, kv in zip(self.query, self.kv, strict=True)}
-        return len(sizes) == 1 and sum(map(len, self.kv)) == self.num_kv_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads // self.group
-
-    def heads_at(self, rank: int) -> int:
-        """Heads that a rank gets of Q, K and V together: what it costs to send it one row."""
-        return len(self.query[rank]) + 2 * len(self.kv[rank])
-
-    def kv_of(self, rank: int) -> tuple[int, ...] | None:
-        """For each query head of a rank, which of its KV heads it reads; None where a kernel works it out itself, as
-        the rank's query heads are whole groups or lie within one.
-        """
-        mine, first = self.query[rank], self.kv[rank].start
-        reads = tuple(head // self.group - first for head in mine)
-        kernel_reads = len(mine) // max(len(self.kv[rank]), 1)
-        if not reads or reads == tuple(i // kernel_reads for i in range(len(mine))):
-            return None
-        return reads
-
-    @property
-    def expands(self) -> bool:
-        """Whether some rank's KV heads have to be repeated for its kernel; then those of all are, to be alike."""
-        return any(self.kv_of(rank) is not None for rank in range(len(self.query)))
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        """Query and KV heads as the kernel of the busiest rank gets them."""
-        rank = max(range(len(self.query)), key=lambda r: len(self.query[r]))
-        return len(self.query[rank]), len(self.query[rank]) if self.expands else len(self.kv[rank])
-
-
-def split_heads(heads: int, kv_heads: int, world_size: int) -> HeadSplit:
-    """Heads over ranks, as evenly as can be; whole KV groups where the ranks divide the KV heads."""
-    group = heads // kv_heads
-    query = split(heads, world_size)
-    kv = tuple(range(q.start // group, -(-q.stop // group)) if q else range(0, 0) for q in query)
-    return HeadSplit(query, kv, group)
-
-
-@dataclass(frozen=True)
-class ExchangeCounts:
-    """Items that one rank sends to, and receives from, each rank in one all-to-all."""
-
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-
-    def times(self, factor: int) -> ExchangeCounts:
-        return ExchangeCounts(
-            tuple(count * factor for count in self.sends), tuple(count * factor for count in self.receives)
-        )
+    query_rows: Rows
+    key_rows: Rows
+    sent_queries: Rows
+    sent_keys: Rows
+    queries: Rows
+    keys: Rows
+    fixed_queries: Rows
+    fixed_keys: Rows
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How one stream's rows and one layer's heads lie over the ranks.
+    """How the rows of streams and the heads of a layer lie over the ranks of a grid.
 
-    rows[r]: the rows of the sequence that rank r holds outside attention. heads: those that each rank computes inside
-    it. Every rank derives the same plan from the global length, so no sizes are ever exchanged.
+    heads: which each place of a Ulysses group computes. strategy: how a call moves what it needs. zigzag: of a sharded
+    stream every ring place holds an early and a late piece, so that causal work is balanced; its rows are then two
+    runs. Every rank derives the same plan from global lengths, so no sizes are ever exchanged.
     """
 
-    rows: tuple[range, ...]
+    streams: tuple[Stream, ...]
     heads: HeadSplit
+    grid: Grid
+    strategy: Strategy
+    zigzag: bool = False
 
     @property
     def world_size(self) -> int:
-        return len(self.rows)
-
-    @property
-    def length(self) -> int:
-        return self.rows[-1].stop
+        return self.grid.size
 
     @property
     def num_heads(self) -> int:
         return self.heads.num_heads
 
+    @cached_property
+    def main(self) -> int:
+        """The index of the first sharded stream."""
+        return next((index for index, stream in enumerate(self.streams) if stream.sharded), 0)
+
+    @property
+    def length(self) -> int:
+        """Of the first sharded stream."""
+        return self.streams[self.main].length
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The rows of the first sharded stream that each rank holds outside attention."""
+        return self.held[self.main]
+
+    @cached_property
+    def held(self) -> tuple[tuple[Rows, ...], ...]:
+        """held[stream][rank]: the rows of a stream that a rank holds outside attention."""
+        return tuple(self._held(stream) for stream in self.streams)
+
+    def _held(self, stream: Stream) -> tuple[Rows, ...]:
+        if not stream.sharded:
+            return (rows(range(stream.length)),) * self.world_size
+        if not self.zigzag:
+            return tuple(rows(part) for part in split(stream.length, self.world_size))
+        pieces = split(stream.length, 2 * self.grid.ring)
+        by_ring = [rows(pieces[r], pieces[-1 - r]) for r in range(self.grid.ring)]
+        return tuple(whole.cut(part) for whole in by_ring for part in split(len(whole), self.grid.ulysses))
+
+    @cached_property
+    def query_length(self) -> int:
+        return sum(stream.length for stream in self.streams if stream.queries)
+
+    @cached_property
+    def key_length(self) -> int:
+        return sum(stream.length for stream in self.streams)
+
+    @cached_property
+    def ordered(self) -> bool:
+        """Whether the rows of a Ulysses group, one rank after another, are in order and all that there is."""
+        return len(self.streams) == 1 and self.streams[0].sharded
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """By rank."""
+        asking = tuple(index for index, stream in enumerate(self.streams) if stream.queries)
+        every = tuple(range(len(self.streams)))
+        sharded = tuple(index for index in every if self.streams[index].sharded)
+        ranks = range(self.world_size)
+        sent_queries = [self._joined(asking, sharded, rank) for rank in ranks]
+        sent_keys = [self._joined(every, sharded, rank) for rank in ranks]
+        fixed = tuple(index for index in every if index not in sharded)
+        fixed_queries = self._joined(asking, fixed, 0)
+        by_ring = [fixed_queries.cut(part) for part in split(len(fixed_queries), self.grid.ring)]
+        shares = []
+        for rank in ranks:
+            group, mine = self.grid.ulysses_group(rank), by_ring[self.grid.place(rank)[0]]
+            shares.append(
+                Share(
+                    query_rows=self._joined(asking, asking, rank),
+                    key_rows=self._joined(every, every, rank),
+                    sent_queries=sent_queries[rank],
+                    sent_keys=sent_keys[rank],
+                    queries=chain((*(sent_queries[other] for other in group), mine)).sorted,
+                    keys=chain(tuple(sent_keys[other] for other in group)).sorted,
+                    fixed_queries=mine,
+                    fixed_keys=self._joined(every, fixed, rank),
+                )
+            )
+        return tuple(shares)
+
+    def _joined(self, space: tuple[int, ...], chosen: tuple[int, ...], rank: int) -> Rows:
+        """What a rank holds of the chosen streams, in the positions of the streams in `space`."""
+        starts = dict(zip(space, accumulate((self.streams[i].length for i in space), initial=0), strict=False))
+        return chain(tuple(self.held[index][rank].shifted(starts[index]) for index in space if index in chosen))
+
     def scatter_heads(self, rank: int) -> ExchangeCounts:
-        """Packed Q, K and V: my rows of everybody's heads against everybody's rows of my heads; in (row, head)
-        pairs.
+        """Packed Q, K and V within a Ulysses group: my rows of everybody's heads against everybody's rows of my heads;
+        in (row, head) pairs.
         """
-        mine = len(self.rows[rank])
-        return ExchangeCounts(
-            tuple(mine * self.heads.heads_at(other) for other in range(self.world_size)),
-            tuple(len(rows) * self.heads.heads_at(rank) for rows in self.rows),
+        return self._scattered[rank]
+
+    @cached_property
+    def _scattered(self) -> tuple[ExchangeCounts, ...]:
+        rows, heads = [len(share.sent_keys) for share in self.shares], self.heads
+        places = range(self.grid.ulysses)
+        return tuple(
+            ExchangeCounts(
+                tuple(rows[rank] * heads.heads_at(place) for place in places),
+                tuple(
+                    rows[other] * heads.heads_at(rank % self.grid.ulysses) for other in self.grid.ulysses_group(rank)
+                ),
+            )
+            for rank in range(self.world_size)
         )
+
+    @cached_property
+    def returns_to_all(self) -> bool:
+        """Whether the results go to ranks of other Ulysses groups, too: those of replicated streams do."""
+        return self.grid.ring > 1 and any(stream.queries and not stream.sharded for stream in self.streams)
+
+    @property
+    def returns(self) -> bool:
+        """Whether results have to move at all."""
+        return self.grid.ulysses > 1 or self.returns_to_all
+
+    def return_group(self, rank: int) -> range:
+        """The ranks that exchange results."""
+        return range(self.world_size) if self.returns_to_all else self.grid.ulysses_group(rank)
+
+    def returned_rows(self, source: int, target: int) -> int:
+        """How many rows of a result one rank computes for another: the other's own, if they are of one Ulysses group,
+        and those that every rank gets.
+        """
+        together = self.grid.place(source)[0] == self.grid.place(target)[0]
+        own = len(self.shares[target].sent_queries) if together else 0
+        return own + len(self.shares[source].fixed_queries)
 
     def gather_heads(self, rank: int) -> ExchangeCounts:
         """The output on its way back; in (row, head) pairs."""
-        mine, my_heads = len(self.rows[rank]), len(self.heads.query[rank])
-        return ExchangeCounts(
-            tuple(len(rows) * my_heads for rows in self.rows),
-            tuple(mine * len(heads) for heads in self.heads.query),
+        return self._gathered[rank]
+
+    @cached_property
+    def _gathered(self) -> tuple[ExchangeCounts, ...]:
+        heads = [len(self.heads.query[self.grid.place(rank)[1]]) for rank in range(self.world_size)]
+        return tuple(
+            ExchangeCounts(
+                tuple(self.returned_rows(rank, other) * heads[rank] for other in self.return_group(rank)),
+                tuple(self.returned_rows(other, rank) * heads[other] for other in self.return_group(rank)),
+            )
+            for rank in range(self.world_size)
         )
 
+    def gather_keys(self, rank: int) -> ExchangeCounts:
+        """The travelling keys and values of my heads, from every place of the ring to every other; in (row, head)
+        pairs.
+        """
+        heads = 2 * len(self.heads.kv[self.grid.place(rank)[1]])
+        counts = tuple(len(self.shares[other].keys) * heads for other in self.grid.ring_group(rank))
+        return ExchangeCounts((counts[self.grid.place(rank)[0]],) * len(counts), counts)
+
     def gather_rows(self, rank: int) -> ExchangeCounts:
-        """Every rank's rows to every rank; in rows."""
+        """Every rank's rows of the first sharded stream to every rank; in rows."""
         mine = len(self.rows[rank])
-        return ExchangeCounts((mine,) * self.world_size, tuple(len(rows) for rows in self.rows))
+        return ExchangeCounts((mine,) * self.world_size, tuple(len(held) for held in self.rows))
 
     def sent_pairs(self, rank: int) -> int:
-        """(row, head) pairs that leave a rank in one attention call: Q, K and V on the way in, the output on the way
-        back.
+        """(row, head) pairs that leave a rank in one call under Ulysses: Q, K and V on the way in, the output on the
+        way back.
         """
+        place = self.grid.place(rank)[1]
         there, back = self.scatter_heads(rank).sends, self.gather_heads(rank).sends
-        return sum(there) - there[rank] + sum(back) - back[rank]
+        at = self.return_group(rank).index(rank)
+        return sum(there) - there[place] + sum(back) - back[at]
 
     def sent_rows(self, rank: int) -> int:
         """Rows that leave a rank in one gathering of rows."""
         return len(self.rows[rank]) * (self.world_size - 1)
 
 
+@lru_cache(maxsize=256)
+def plan_streams(
+    streams: tuple[Stream, ...],
+    heads: int,
+    grid: Grid,
+    strategy: Strategy,
+    *,
+    kv_heads: int | None = None,
+    zigzag: bool = False,
+) -> ShardPlan:
+    """The plan of a call; the same object for the same facts, as it works out much. heads, kv_heads: of the whole
+    layer; kv_heads divide heads.
+    """
+    return ShardPlan(streams, split_heads(heads, kv_heads or heads, grid.ulysses), grid, strategy, zigzag)
+
+
 def plan_sequence(length: int, heads: int, world_size: int, kv_heads: int | None = None) -> ShardPlan:
-    """The plan of a sharded sequence. heads, kv_heads: of the whole layer; kv_heads divide heads."""
-    return ShardPlan(split(length, world_size), split_heads(heads, kv_heads or heads, world_size))
+    """The plan of one sharded sequence under Ulysses over all ranks."""
+    strategy: Strategy = "local" if world_size == 1 else "ulysses"
+    return plan_streams((Stream("sequence", length),), heads, Grid(world_size), strategy, kv_heads=kv_heads)

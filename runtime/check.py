@@ -21,7 +21,7 @@ from configs.fields import RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec, RunConfig
 from configs.sources import ENVIRONMENT
 from parallel.plan import Strategy
-from parallel.planner import requirements_of
+from parallel.planner import plan_role
 from runtime.model_folder import FolderFacts
 from runtime.requests import Request
 
@@ -192,25 +192,20 @@ def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
 
 
 def select_roles(
-    config: AttentionConfig, folder: FolderFacts, device: DeviceFacts, dtype: str, world_size: int, registry: Registry
+    config: RunConfig, folder: FolderFacts, device: DeviceFacts, dtype: str, world_size: int, registry: Registry
 ) -> tuple[list[RoleSelection], list[Fault]]:
     """What every role of every model gets on a device, and the faults of those that get nothing."""
     selected: list[RoleSelection] = []
     faults: list[Fault] = []
-    selector = Selector(device, config, registry)
+    selector = Selector(device, config.attention, registry)
     for model, facts in folder.models.items():
         for role in facts.roles:
             try:
-                strategy, required = requirements_of(
-                    role.kind, role.heads, role.kv_heads, role.head_size, dtype, world_size
-                )
-                selection = selector.select(
-                    role.role, required, category=role.category, allow_trtllm_default=role.allow_trtllm_default
-                )
+                planned = plan_role(role, dtype, world_size, config.parallel, selector)
             except FaultError as error:
                 faults += [fault for fault in error.faults if fault not in faults]
                 continue
-            selected.append(RoleSelection(model, selection, strategy, role.layers))
+            selected.append(RoleSelection(model, planned.selection, planned.way.strategy, role.layers))
     return selected, faults
 
 

@@ -12,10 +12,9 @@ from backends.platforms.facts import ANY_VERSION, DeviceFacts, installed, local_
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
-from parallel.plan import usable_world_sizes
 from runtime.check import RoleSelection, name_faults, raise_if_any, select_roles, settle_dtype
 from runtime.model_folder import read_folder
-from runtime.placement import CPU_RANKS
+from runtime.placement import CPU_RANKS, default_world_size
 from runtime.report import SelectionReport, from_selections
 
 
@@ -80,9 +79,9 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     facts = assumed_device(config, device, packages, registry)
     gpus = len(local_gpus()) if device == "here" else 1
     limit = CPU_RANKS if facts.platform == "cpu" else max(gpus, 1)
-    world_size = config.parallel.world_size or usable_world_sizes(folder.heads, limit)[-1]
+    world_size = default_world_size(config.parallel, folder.heads, limit)
     dtype = settle_dtype(config, facts.platform)
-    selected, faults = select_roles(config.attention, folder, facts, dtype, world_size, registry)
+    selected, faults = select_roles(config, folder, facts, dtype, world_size, registry)
     rows = [(role.model, role.selection, role.strategy, role.layers) for role in selected]
     assumed = {
         "model": config.model.path,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from configs.faults import Fault
-from configs.schema import RunConfig
+from configs.schema import ParallelConfig, RunConfig
 from parallel.plan import usable_world_sizes
 from runtime.errors import PlacementError, RankPlace
 
@@ -21,13 +21,27 @@ def choose_world_size(config: RunConfig, platform: str, heads: int, free_gpus: i
     """The number asked for; else the largest usable number of free GPUs, or 2 on CPU. Raises PlacementError without a
     free GPU.
     """
-    if config.parallel.world_size is not None:
-        return config.parallel.world_size
-    usable = usable_world_sizes(heads, CPU_RANKS if platform == "cpu" else free_gpus)
-    if not usable:
+    if platform != "cpu" and config.parallel.world_size is None and not free_gpus:
         rule = "every GPU of the cluster is taken"
         raise PlacementError([Fault(KEY, "auto", rule, "wait for one, or use run.device=cpu")])
-    return usable[-1]
+    return default_world_size(config.parallel, heads, CPU_RANKS if platform == "cpu" else free_gpus)
+
+
+def default_world_size(parallel: ParallelConfig, heads: int, limit: int) -> int:
+    """The number asked for; else the product of both degrees if they are; else the largest multiple up to `limit` of
+    the one that is, or the largest number that divides the heads.
+    """
+    least = least_world_size(parallel)
+    if parallel.world_size is not None or (parallel.ulysses is not None and parallel.ring is not None):
+        return least
+    if parallel.ulysses is None and parallel.ring is None:
+        return usable_world_sizes(heads, max(limit, 1))[-1]
+    return max(limit // least, 1) * least
+
+
+def least_world_size(parallel: ParallelConfig) -> int:
+    """The number asked for, or the smallest that the degrees make up."""
+    return parallel.world_size or (parallel.ulysses or 1) * (parallel.ring or 1)
 
 
 def feasibility_fault(world_size: int, platform: str, nodes: Sequence[Node]) -> Fault | None:

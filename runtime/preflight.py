@@ -15,7 +15,7 @@ from runtime.check import name_faults, raise_if_any, request_faults, select_role
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
 from runtime.model_folder import FolderFacts, read_folder
-from runtime.placement import choose_world_size, feasibility_fault
+from runtime.placement import choose_world_size, feasibility_fault, least_world_size
 from runtime.requests import Request
 from runtime.source import ROOT, own_sources, shadow_message, shadows
 
@@ -56,13 +56,13 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
 def _local_faults(config: RunConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
     """The faults of the selections on this node's own device, which a local cluster's ranks will have."""
     device = _local_device(config.run.device, registry)
-    world_size = config.parallel.world_size or 1
+    world_size = least_world_size(config.parallel)
     if device.platform == "cuda" and world_size > len(local_gpus()):
         rule = f"this node has {len(local_gpus())} GPUs, and a rank takes a whole one"
         remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
         raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
     dtype = settle_dtype(config, device.platform)
-    return select_roles(config.attention, folder, device, dtype, world_size, registry)[1]
+    return select_roles(config, folder, device, dtype, world_size, registry)[1]
 
 
 def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground:
@@ -78,7 +78,7 @@ def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground
     if fault is not None:
         raise PlacementError([fault])
     dtype = settle_dtype(config, platform)
-    raise_if_any(select_roles(config.attention, folder, device, dtype, world_size, registry)[1])
+    raise_if_any(select_roles(config, folder, device, dtype, world_size, registry)[1])
     return Ground(device, world_size, dtype, nodes)
 
 

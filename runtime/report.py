@@ -42,19 +42,23 @@ class SelectionEntry:
     key: str
     origin: str
     strategy: str
+    degrees: Mapping[str, int]
     options: Mapping[str, Any]
     exactness: str
     layers: int
     ranks: tuple[int, ...] | None
     rejected: tuple[Mapping[str, Any], ...]
+    rejected_strategies: tuple[Mapping[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             **{entry.name: getattr(self, entry.name) for entry in fields(self)},
             "requirements": dict(self.requirements),
+            "degrees": dict(self.degrees),
             "options": dict(self.options),
             "ranks": None if self.ranks is None else list(self.ranks),
             "rejected": [dict(rejected) for rejected in self.rejected],
+            "rejected_strategies": [dict(rejected) for rejected in self.rejected_strategies],
         }
 
 
@@ -121,6 +125,11 @@ def selection_fields(selection: Selection) -> dict[str, Any]:
         "origin": selection.origin,
         "exactness": selection.exactness,
         "options": as_mappings(selection.options),
+        "degrees": {"ulysses": selection.degrees[0], "ring": selection.degrees[1]},
+        "rejected_strategies": tuple(
+            {"strategy": rejected.strategy, "faults": [fault.rule for fault in rejected.faults]}
+            for rejected in selection.rejected_strategies
+        ),
         "rejected": tuple(
             {"backend": rejected.backend, "faults": [fault.rule for fault in rejected.faults]}
             for rejected in selection.rejected
@@ -148,7 +157,7 @@ def merge(events: Iterable[tuple[int, AttentionRan]], world_size: int) -> Select
     for rank, event in ordered:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} reported a selection, and the world has ranks 0 to {world_size - 1}")
-        key = (event.model, replace(event.selection, rejected=()), event.strategy, event.kernel)
+        key = (event.model, replace(event.selection, rejected=(), rejected_strategies=()), event.strategy, event.kernel)
         outcome = outcomes.setdefault(key, _Outcome(event.selection))
         outcome.layers.add(event.layer)
         outcome.ranks.add(rank)
@@ -163,7 +172,7 @@ def from_selections(world_size: int, rows: Iterable[tuple[str, Selection, Strate
     """The report of what would run, from (model, selection, strategy, layers); there are no ranks and kernels yet."""
     merged: dict[tuple[Any, ...], SelectionEntry] = {}
     for model, selection, strategy, layers in rows:
-        key = (model, replace(selection, rejected=()), strategy)
+        key = (model, replace(selection, rejected=(), rejected_strategies=()), strategy)
         before = merged[key].layers if key in merged else 0
         merged[key] = _entry(model, selection, strategy, None, before + layers, None)
     return SelectionReport(world_size, tuple(merged.values()))
@@ -235,7 +244,7 @@ def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
             entry.role,
             f"{entry.backend} ({', '.join((entry.variant, *_option_words(entry.options)))})",
             f"{source} [{entry.origin}]" if entry.origin else source,
-            entry.strategy,
+            _strategy_text(entry),
             str(entry.layers),
             "-" if entry.ranks is None else compact_ranks(entry.ranks),
             entry.kernel or "-",
@@ -244,18 +253,27 @@ def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
     return rows
 
 
+def _strategy_text(entry: SelectionEntry) -> str:
+    """The strategy, with its degrees where there are two."""
+    ulysses, ring = entry.degrees["ulysses"], entry.degrees["ring"]
+    return entry.strategy if 1 in (ulysses, ring) else f"{entry.strategy} {ulysses}x{ring}"
+
+
 def _option_words(options: Mapping[str, Any]) -> Iterator[str]:
     """`quant.dtype_qk=int8` for each field that is set."""
     return (f"{block}.{name}={value}" for block, fields in options.items() for name, value in fields.items())
 
 
 def note_lines(report: SelectionReport) -> list[str]:
-    """What the table does not show: backends that were passed over and why, once for all roles, and disagreements."""
+    """What the table does not show: strategies and backends that were passed over and why, once for all roles, and
+    disagreements.
+    """
     passed_over: dict[tuple[str, str], list[str]] = {}
     for entry in report.entries:
-        for rejected in entry.rejected:
+        for rejected in (*entry.rejected_strategies, *entry.rejected):
             for fault in rejected["faults"]:
-                roles = passed_over.setdefault((rejected["backend"], fault), [])
+                name = rejected["strategy"] if "strategy" in rejected else rejected["backend"]
+                roles = passed_over.setdefault((name, fault), [])
                 if entry.role not in roles:
                     roles.append(entry.role)
     notes = [f"{', '.join(roles)}: not {backend}: {fault}" for (backend, fault), roles in passed_over.items()]

@@ -7,7 +7,7 @@ from backends.probe import import_faults
 from backends.registry import Registry
 from backends.selection import Candidates, RoleKey
 from backends.selector import Selector
-from parallel.planner import requirements_of
+from parallel.planner import plan_role
 from runtime.model_folder import read_folder
 from runtime.setup import RankSpec, Row, Wired
 
@@ -22,12 +22,9 @@ def resolved_roles(spec: RankSpec, device: DeviceFacts, registry: Registry) -> W
     candidates: dict[RoleKey, Candidates] = {}
     for model, facts in read_folder(spec.config.model.path, weights=False).models.items():
         for role in facts.roles:
-            strategy, required = requirements_of(
-                role.kind, role.heads, role.kv_heads, role.head_size, spec.dtype, spec.world_size
-            )
-            allowed = role.allow_trtllm_default
-            selection = selector.select(role.role, required, category=role.category, allow_trtllm_default=allowed)
-            rows.append((model, selection, strategy, role.layers))
+            planned = plan_role(role, spec.dtype, spec.world_size, spec.config.parallel, selector)
+            rows.append((model, planned.selection, planned.way.strategy, role.layers))
+            required, allowed = planned.selection.requirements, role.allow_trtllm_default
             found = selector.candidates(role.role, required, category=role.category, allow_trtllm_default=allowed)
             if found is not None:
                 candidates[role.role, required] = found

@@ -22,7 +22,7 @@ from backends.registry import Registry
 from backends.requirements import MaskKind
 from backends.variant import DTYPES
 from configs.faults import FaultError
-from parallel.plan import Strategy
+from parallel.planner import RINGS
 
 DEVICES = (
     *("cpu", "cuda:7.5", "cuda:8.0", "cuda:8.6", "cuda:8.9", "cuda:9.0", "cuda:10.0", "cuda:10.3"),
@@ -43,6 +43,8 @@ DEVICES = (
 """A chip of every platform and generation that some declaration or policy tells from another."""
 LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
+STRATEGIES = ("local", "ulysses", "ring", "gather_kv")
+"""Each alone; where both are served, so are Ulysses groups with the other between them."""
 SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
 _BASE = Requirements(head_size=128, num_heads=8, num_kv_heads=8, dtype="bfloat16", kind="self")
 
@@ -146,7 +148,7 @@ def _feature_row(backend: type[AttentionBackend], variant: Variant) -> FeatureRo
         grouped=takes(num_kv_heads=base.num_heads // 2),
         lse_gradient=takes(lse=True, gradient=True),
         value_head_size=takes(value_head_size=base.head_size * 2),
-        strategies=get_args(Strategy),
+        strategies=tuple(strategy for strategy in STRATEGIES if takes(lse=strategy in RINGS)),
         options=tuple(f"{block}.{name}" for block, schema in backend.blocks.items() for name in field_names(schema)),
         exactness=variant.exactness,
         compilation=variant.compilation,

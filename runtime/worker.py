@@ -101,6 +101,7 @@ class Rank:
             agreement=spec.agreement,
             calibrations={name: facts.calibration for name, facts in models.items()},
             denoising=denoising,
+            parallel=spec.config.parallel,
         )
         for name in ("transformer", "transformer_2"):
             model = getattr(self.pipe, name, None)

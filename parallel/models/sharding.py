@@ -19,7 +19,10 @@ from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import Traffic
 from parallel.models.facts import ModelFacts
-from parallel.plan import ShardPlan, Strategy, plan_sequence
+from parallel.pieces import take
+from parallel.plan import ShardPlan, Strategy, Stream, plan_sequence
+from parallel.planner import Way
+from parallel.traffic import call_traffic
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -43,6 +46,8 @@ class ShardedModel:
         self.forwards = 0
         self.forwards_of_request = 0
         self._selections = ""
+        self._plans: dict[Way, ShardPlan] = {}
+        self._sharded_layers: dict[Way, tuple[Attention, int]] = {}
         self._planned_calls: Counter[str] = Counter()
         self._planned_bytes: Counter[str] = Counter()
 
@@ -50,6 +55,9 @@ class ShardedModel:
         """Register the hooks. Call once, after all attention layers are in place."""
         chosen = {layer.selection for layer in self._attention_layers()}
         self._selections = ", ".join(sorted(f"{s.role}={s.backend}/{s.variant} ({s.class_path})" for s in chosen))
+        exchanging = [layer for layer in self._attention_layers() if layer.strategy != "local"]
+        counts = Counter(layer.way for layer in exchanging)
+        self._sharded_layers = {layer.way: (layer, counts[layer.way]) for layer in exchanging}
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
         for path, entry in plan.items():
@@ -104,26 +112,33 @@ class ShardedModel:
             ForwardFacts(self.forwards, self.name, batch, length, self.facts.heads, dtype, self._selections),
             mesh,
         )
-        self.plan = plan_sequence(length, self.facts.heads, mesh.world_size, self.facts.kv_heads)
+        self._plans = {way: layer.plan_of(Stream("video", length)) for way, (layer, _) in self._sharded_layers.items()}
+        # Where no layer exchanges anything, the rows still have to be somewhere.
+        alone = plan_sequence(length, self.facts.heads, mesh.world_size, self.facts.kv_heads)
+        self.plan = next(iter(self._plans.values()), alone)
         self.rows = len(self.plan.rows[mesh.rank])
         if mesh.world_size > 1:
             self._count_planned(self.plan, batch, latent.element_size())
 
+    def plan_for(self, layer: Attention) -> ShardPlan | None:
+        """The plan that a layer's calls take in the forward under way; None outside one."""
+        return self._plans.get(layer.way, self.plan)
+
     def _count_planned(self, plan: ShardPlan, batch: int, element_size: int) -> None:
         rank = self.context.mesh.rank
-        layers = sum(role.layers for role in self.facts.roles if role.kind == "self")
-        head_size = self.facts.roles[0].head_size
-        sent = plan.scatter_heads(rank).sends, plan.gather_heads(rank).sends
-        for verb, counts in zip(("scatter_heads", "gather_heads"), sent, strict=True):
-            away = sum(counts) - counts[rank]
-            self._planned_calls[verb] += layers
-            self._planned_bytes[verb] += layers * away * batch * head_size * element_size
+        for way, (layer, count) in self._sharded_layers.items():
+            size = layer.rules.call.head_size
+            of_call = call_traffic(self._plans[way], rank, batch=batch, head_size=size, element_size=element_size)
+            for verb, calls in of_call.calls.items():
+                self._planned_calls[verb] += count * calls
+                self._planned_bytes[verb] += count * of_call.bytes_sent[verb]
         width = self.model.proj_out.out_features  # type: ignore[union-attr]
         self._planned_calls["gather_rows"] += 1
         self._planned_bytes["gather_rows"] += plan.sent_rows(rank) * batch * int(width) * element_size  # type: ignore[arg-type]
 
     def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
         self.plan = None
+        self._plans = {}
 
     def _note_image_tokens(self, module: torch.nn.Module, args: Args, output: tuple[Any, ...]) -> None:
         image = output[3]
@@ -172,9 +187,10 @@ class ShardedModel:
         plan = self._current_plan()
         if tensor.shape[spec.split_dim] != plan.length:
             raise ValueError(f"{self.name}: a tensor {tuple(tensor.shape)} is to be split into {plan.length} rows")
-        rows = plan.rows[self.context.mesh.rank]
-        count = max(len(rows), least)
-        return tensor.narrow(spec.split_dim, min(rows.start, plan.length - count), count)
+        held = plan.rows[self.context.mesh.rank]
+        if len(held) < least:
+            return tensor.narrow(spec.split_dim, plan.length - least, least)
+        return take(tensor, held, dim=spec.split_dim)
 
     def _current_plan(self) -> ShardPlan:
         if self.plan is None:

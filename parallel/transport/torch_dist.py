@@ -1,21 +1,51 @@
 """The exchanges over torch.distributed: gloo on CPU, NCCL on GPU.
 
-Buffers are laid out sequence first, [rows, B, ..., heads, D], so that the blocks of all ranks join along dim 0
-without a permutation on the receiving side. Splits come from the plan; nothing is padded and no sizes are exchanged.
+Splits come from the plan; nothing is padded and no sizes are exchanged. Exchanges of tensors that require gradients
+have a backward pass, which is the reverse exchange: every rank has to run it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallel.events import Traffic
 from parallel.mesh import Mesh
-from parallel.plan import ExchangeCounts, HeadSplit, ShardPlan
+from parallel.pieces import assemble
+from parallel.plan import ExchangeCounts, ShardPlan
+from parallel.rows import chain
+from parallel.transport.packing import (
+    QueryKeyValue,
+    pack_heads,
+    pack_keys,
+    pack_results,
+    unpack_heads,
+    unpack_keys,
+    unpack_results,
+)
 
-QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+__all__ = ["QueryKeyValue", "Rotation", "TorchTransport"]
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A message of a ring that is on its way. Call `wait` before the message is read, and before the one that is sent
+    is written to.
+    """
+
+    message: torch.Tensor
+    works: tuple[Any, ...]
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.message
 
 
 class TorchTransport:
@@ -36,77 +66,120 @@ class TorchTransport:
     def scatter_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan
     ) -> QueryKeyValue:
-        """My rows of all heads, [B, S_r, H, D] and twice [B, S_r, Hkv, D], to all rows of my heads. One exchange."""
+        """My rows of sharded streams of all heads, [B, S_r, H, D] and twice [B, S_r, Hkv, D], to all rows of my Ulysses
+        group, of my heads; one rank's rows after another's. One exchange.
+        """
         batch, _, _, size = query.shape
-        heads = plan.heads
+        rank, heads = self.mesh.rank, plan.heads
         for tensor, count in ((query, heads.num_heads), (key, heads.num_kv_heads), (value, heads.num_kv_heads)):
-            expected = (batch, len(plan.rows[self.mesh.rank]), count, size)
+            expected = (batch, len(plan.shares[rank].sent_keys), count, size)
             if tensor.shape != expected:
                 raise ValueError(f"scatter_heads: {tuple(tensor.shape)} at hand, the plan has {expected}")
-        counts = plan.scatter_heads(self.mesh.rank).times(batch * size)
-        send = query.new_empty(sum(counts.sends))
-        (_pack_evenly if heads.even else _pack)(send, (query, key, value), heads, counts)
-        received = self._exchange("scatter_heads", send, counts)
-        full = received.view(plan.length, batch, heads.heads_at(self.mesh.rank), size).transpose(0, 1)
-        q, kv = len(heads.query[self.mesh.rank]), len(heads.kv[self.mesh.rank])
-        return full[:, :, :q], full[:, :, q : q + kv], full[:, :, q + kv :]
+        counts = plan.scatter_heads(rank).times(batch * size)
+        send = pack_heads((query, key, value), heads, counts)
+        received = self._exchange("scatter_heads", send, counts, self.mesh.groups(plan.grid).ulysses)
+        shape = batch, len(plan.shares[rank].keys), size
+        return unpack_heads(received, shape, heads, plan.grid.place(rank)[1])
 
     def gather_heads(self, out: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-        """All rows of my heads, [B, S, H_r, D], back to my rows of all heads, [B, S_r, H, D]. One exchange."""
+        """What my Ulysses group computed of my heads, [B, rows of one rank after another then those of replicated
+        streams, H_u, D], back to my rows then all of replicated streams, [B, S_r, H, D]. One exchange.
+        """
         batch, _, _, size = out.shape
-        rows = len(plan.rows[self.mesh.rank])
-        counts = plan.gather_heads(self.mesh.rank).times(batch * size)
-        received = self._exchange("gather_heads", out.transpose(0, 1).contiguous().view(-1), counts)
-        if plan.heads.even:
-            evenly = received.view(plan.world_size, rows, batch, plan.num_heads // plan.world_size, size)
-            return evenly.permute(2, 1, 0, 3, 4).reshape(batch, rows, plan.num_heads, size)
-        by_rank = [
-            block.view(rows, batch, len(heads), size)
-            for block, heads in zip(torch.split(received, list(counts.receives)), plan.heads.query, strict=True)
-        ]
-        return torch.cat(by_rank, dim=2).transpose(0, 1)
+        rank = self.mesh.rank
+        counts = plan.gather_heads(rank).times(batch * size)
+        group = self.mesh.data if plan.returns_to_all else self.mesh.groups(plan.grid).ulysses
+        received = self._exchange("gather_heads", pack_results(out, plan, rank), counts, group)
+        return unpack_results(received, batch, size, plan, rank)
+
+    def gather_keys(self, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan) -> list[KeyValue]:
+        """The travelling keys and values of all ring places, [B, S, Hkv_u, D] each, by place. One exchange."""
+        batch, _, kv_heads, size = key.shape
+        counts = plan.gather_keys(self.mesh.rank).times(batch * size)
+        message = pack_keys(key, value).repeat(plan.grid.ring)
+        received = self._exchange("gather_keys", message, counts, self.mesh.groups(plan.grid).ring)
+        blocks, start = [], 0
+        for count in counts.receives:
+            blocks.append(unpack_keys(received[start : start + count], batch, kv_heads, size))
+            start += count
+        return blocks
+
+    def rotate(self, message: torch.Tensor, receives: int, plan: ShardPlan) -> Rotation:
+        """Send a message to the next place of my ring, and receive one of so many elements from the previous one. It
+        returns at once. An empty message is not sent.
+        """
+        ring, group = plan.grid.ring, self.mesh.groups(plan.grid).ring
+        place = plan.grid.place(self.mesh.rank)[0]
+        received = message.new_empty(receives)
+        operations = []
+        if message.numel():
+            operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=(place + 1) % ring))
+        if receives:
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(place - 1) % ring))
+        works = tuple(dist.batch_isend_irecv(operations)) if operations else ()
+        self._count("rotate_keys", message.numel() * message.element_size())
+        return Rotation(received, works)
 
     def gather_rows(self, rows: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-        """My rows [B, S_r, C] to all rows [B, S, C], on every rank. One exchange, exact for unequal shards."""
+        """My rows [B, S_r, C] of the first sharded stream to all of its rows in order, on every rank: [B, S, C]. One
+        exchange, exact for unequal shards.
+        """
         batch, _, width = rows.shape
         counts = plan.gather_rows(self.mesh.rank).times(batch * width)
         mine = rows.transpose(0, 1).contiguous().view(-1)
-        received = self._exchange("gather_rows", mine.repeat(plan.world_size), counts)
-        return received.view(plan.length, batch, width).transpose(0, 1)
+        received = self._exchange("gather_rows", mine.repeat(plan.world_size), counts, self.mesh.data)
+        by_rank = received.view(plan.length, batch, width).transpose(0, 1)
+        held = chain(plan.rows)
+        return assemble(held.sorted, [(by_rank, held)])
 
-    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts) -> torch.Tensor:
+    def _exchange(
+        self, verb: str, send: torch.Tensor, counts: ExchangeCounts, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
         # gloo neither checks sizes nor refuses strided outputs; it returns garbage (torch 2.13), so the check is ours.
         if send.numel() != sum(counts.sends) or not send.is_contiguous():
             raise ValueError(f"{verb}: {send.numel()} elements at hand, the plan sends {sum(counts.sends)}")
+        if send.requires_grad and torch.is_grad_enabled():
+            moved: torch.Tensor = _Exchange.apply(send, self, verb, counts, group)  # type: ignore[no-untyped-call]
+            return moved
+        return self.move(verb, send, counts, group)
+
+    def move(
+        self, verb: str, send: torch.Tensor, counts: ExchangeCounts, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """One all-to-all of a flat tensor, without a backward pass."""
         received = send.new_empty(sum(counts.receives))
         dist.all_to_all_single(
             received,
             send,
             output_split_sizes=list(counts.receives),
             input_split_sizes=list(counts.sends),
-            group=self.mesh.data,
+            group=group,
         )
-        self._calls[verb] += 1
-        self._bytes[verb] += (sum(counts.sends) - counts.sends[self.mesh.rank]) * send.element_size()
+        own = counts.sends[dist.get_rank(group)]
+        self._count(verb, (sum(counts.sends) - own) * send.element_size())
         return received
 
-
-def _pack_evenly(send: torch.Tensor, qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> None:
-    """The blocks of all ranks, [rows, B, Q heads then K heads then V heads, D] each, one copy for each tensor."""
-    batch, rows, _, size = qkv[0].shape
-    ranks, at = len(heads.query), 0
-    blocks = send.view(ranks, rows, batch, heads.heads_at(0), size)
-    for tensor in qkv:
-        share = tensor.shape[2] // ranks
-        blocks[:, :, :, at : at + share] = tensor.view(batch, rows, ranks, share, size).permute(2, 1, 0, 3, 4)
-        at += share
+    def _count(self, verb: str, sent: int) -> None:
+        self._calls[verb] += 1
+        self._bytes[verb] += sent
 
 
-def _pack(send: torch.Tensor, qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> None:
-    """The same blocks where ranks have other numbers of heads, or share KV heads."""
-    batch, rows, _, size = qkv[0].shape
-    for rank, flat in enumerate(torch.split(send, list(counts.sends))):
-        block, at = flat.view(rows, batch, heads.heads_at(rank), size), 0
-        for tensor, mine in zip(qkv, (heads.query[rank], heads.kv[rank], heads.kv[rank]), strict=True):
-            block[:, :, at : at + len(mine)] = tensor[:, :, mine.start : mine.stop].transpose(0, 1)
-            at += len(mine)
+class _Exchange(torch.autograd.Function):
+    """An all-to-all whose backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        send: torch.Tensor,
+        transport: TorchTransport,
+        verb: str,
+        counts: ExchangeCounts,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.way_back = (transport, f"{verb}_backward", counts.reversed, group)
+        return transport.move(verb, send, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        transport, verb, counts, group = ctx.way_back
+        return (transport.move(verb, gradients[0].contiguous(), counts, group), None, None, None, None)

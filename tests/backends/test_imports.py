@@ -64,15 +64,14 @@ def test_choosing_for_a_model_loads_neither_torch_nor_ray() -> None:
     code = """
 from backends.platforms.facts import parse_device
 from backends.registry import Registry
-from backends.selector import select
-from configs.schema import AttentionConfig
+from backends.selector import Selector
+from configs.schema import AttentionConfig, ParallelConfig
 from parallel.models import describe
-from parallel.planner import requirements_of
+from parallel.planner import plan_role
 config = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 40, "attention_head_dim": 128,
           "num_layers": 40, "patch_size": [1, 2, 2], "added_kv_proj_dim": 5120}
-device = parse_device("cuda:9.0", {}, True)
+selector = Selector(parse_device("cuda:9.0", {}, True), AttentionConfig(), Registry())
 for role in describe(config).roles:
-    strategy, required = requirements_of(role.kind, role.heads, role.kv_heads, role.head_size, "bfloat16", 4)
-    assert select(role.role, required, device, AttentionConfig(), Registry()).backend == "FLASH_ATTN"
+    assert plan_role(role, "bfloat16", 4, ParallelConfig(), selector).selection.backend == "FLASH_ATTN"
 """
     assert loaded_by(code) == set()

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from backends.interface import Kind
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
-from configs.schema import AttentionConfig, AttentionSpec
+from configs.schema import AttentionConfig, AttentionSpec, ParallelConfig
+from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import AttentionRan
 from parallel.mesh import Mesh
+from parallel.pieces import take
 from parallel.plan import ShardPlan
 from parallel.transport.torch_dist import TorchTransport
 
@@ -27,11 +30,15 @@ def context_of(
     backend: str | None = None,
     register: dict[str, str] | None = None,
     emit: Callable[[Any], None] = lambda event: None,
+    parallel: ParallelConfig | None = None,
 ) -> AttentionContext:
     """The context of a rank whose roles all go to one backend, or to the platform's choice."""
     config = AttentionConfig(default=None if backend is None else AttentionSpec(backend))
     name = str(dtype).removeprefix("torch.")
-    return AttentionContext(mesh, TorchTransport(mesh), Registry(register), config, DeviceFacts("cpu"), name, emit)
+    registry, facts = Registry(register), DeviceFacts("cpu")
+    return AttentionContext(
+        mesh, TorchTransport(mesh), registry, config, facts, name, emit, parallel=parallel or ParallelConfig()
+    )
 
 
 def collecting(mesh: Mesh = ONE_RANK, **options: Any) -> tuple[AttentionContext, list[AttentionRan]]:
@@ -42,8 +49,7 @@ def collecting(mesh: Mesh = ONE_RANK, **options: Any) -> tuple[AttentionContext,
 
 def rows_of(tensor: torch.Tensor, plan: ShardPlan, rank: int) -> torch.Tensor:
     """A rank's rows of [B, S, ...]."""
-    rows = plan.rows[rank]
-    return tensor[:, rows.start : rows.stop]
+    return take(tensor, plan.rows[rank])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -51,3 +57,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def layer_with(context: AttentionContext, heads: int, size: int, *, kind: Kind = "self", **options: Any) -> Attention:
+    """A layer of a context, in a role that is called as its kind."""
+    return Attention(heads, size, role=kind, kind=kind, context=context, **options)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from backends.interface import AttentionBackend, AttentionMetadata, Capabilities, Variant
 from configs.faults import FaultError
+from configs.schema import ParallelConfig
 from parallel.attention import Attention
 from parallel.context import AttentionContext, attention_context, current_context
 from parallel.mesh import Mesh
@@ -82,11 +83,12 @@ def test_fewer_kv_heads_are_taken_if_the_layer_says_so() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_inputs_that_require_gradients_are_refused_where_rows_are_exchanged(which: int) -> None:
+def test_inputs_that_require_gradients_are_refused_before_any_exchange(which: int) -> None:
     qkv = [tensor(5), tensor(5), tensor(5)]
     qkv[which].requires_grad_()
-    with pytest.raises(ValueError, match=r"require gradients; run under torch\.no_grad\(\)"):
-        layer_of(FIRST_OF_TWO)(*qkv, plan=plan_sequence(LENGTH, HEADS, 2))
+    context = context_of(FIRST_OF_TWO, backend="MASKLESS", register=MASKLESS)
+    with pytest.raises(FaultError, match="MASKLESS: differentiation is not supported"):
+        layer_of(context=context)(*qkv, plan=plan_sequence(LENGTH, HEADS, 2))
 
 
 def test_inputs_that_require_gradients_are_refused_by_a_backend_without_a_backward_pass() -> None:
@@ -104,14 +106,19 @@ def test_a_sharded_sequence_without_a_plan_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query_rows", "key_rows", "length", "heads"),
-    [(5, 5, 8, HEADS), (4, 5, 9, HEADS), (5, 4, 9, HEADS), (9, 9, 9, HEADS), (5, 5, 9, 8)],
+    ("query_rows", "key_rows", "length", "heads", "said"),
+    [
+        (5, 5, 8, HEADS, "5 query rows at hand; the plan gives this rank 4"),
+        (4, 5, 9, HEADS, "4 query rows at hand; the plan gives this rank 5"),
+        (5, 4, 9, HEADS, "4 key rows at hand; the plan gives this rank 5"),
+        (9, 9, 9, HEADS, "9 query rows at hand; the plan gives this rank 5"),
+        (5, 5, 9, 8, "the layer has 4 heads and 4 KV heads, and the plan 8 and 8; make it with plan_of"),
+    ],
 )
 def test_tensors_that_do_not_match_the_plan_are_refused(
-    query_rows: int, key_rows: int, length: int, heads: int
+    query_rows: int, key_rows: int, length: int, heads: int, said: str
 ) -> None:
     plan = plan_sequence(length, heads, 2)
-    said = f"{query_rows} query rows, {key_rows} key rows, 4 heads at hand; the plan gives this rank "
     with pytest.raises(ValueError, match=said):
         layer_of(FIRST_OF_TWO)(tensor(query_rows), tensor(key_rows), tensor(key_rows), plan=plan)
 
@@ -154,7 +161,7 @@ def test_a_mask_on_a_backend_that_takes_none_is_refused() -> None:
     ],
 )
 def test_a_mask_of_another_form_is_refused(mask: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a mask is boolean, \[B or 1, 1 or H, Sq or 1, Sk\], not torch\."):
+    with pytest.raises(ValueError, match=r"a mask is torch\.bool, \[B or 1, 1 or H, Sq or 1, Sk\], not torch\."):
         layer_of()(tensor(), tensor(), tensor(), AttentionMetadata(mask))
 
 
@@ -172,9 +179,10 @@ def test_a_mask_of_a_ranks_own_rows_is_refused_before_any_exchange() -> None:
         layer_of(FIRST_OF_TWO)(tensor(5), tensor(5), tensor(5), mask, plan=plan)
 
 
-def test_joint_attention_is_refused_at_construction() -> None:
-    with pytest.raises(FaultError, match="joint"):
-        layer_of(kind="joint")
+def test_a_plan_of_another_strategy_is_refused() -> None:
+    layer = layer_of(context=context_of(FIRST_OF_TWO, backend="REFERENCE", parallel=ParallelConfig(strategy="ring")))
+    with pytest.raises(ValueError, match="its calls go by ring 1x2, and the plan is of ulysses 2x1; make it with plan"):
+        layer(tensor(5), tensor(5), tensor(5), plan=plan_sequence(LENGTH, HEADS, 2))
 
 
 def test_a_backend_that_cannot_serve_is_refused_at_construction() -> None:

@@ -280,11 +280,20 @@ def test_what_is_told_of_each_row_is_refused_where_a_rank_has_some_of_them(carri
     assert layer(*qkv(), AttentionMetadata(drawn(2, 1, 1, LENGTH))).shape == qkv()[0].shape
 
 
+class SinksBackend(AttentionBackend):
+    variants = (Variant("sinks", "backends.kernels.reference.ReferenceImpl", takes=Capabilities(sinks=True)),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "SINKS"
+
+
 def test_sinks_that_are_learned_count_as_gradients() -> None:
     sinks = torch.nn.Parameter(torch.zeros(HEADS))
     plan = plan_sequence(2 * LENGTH, HEADS, 2)
-    layer = layer_of(context_of(Mesh(0, 2, torch.device("cpu")), backend="REFERENCE"))
-    with pytest.raises(ValueError, match="require gradients"):
+    register = {"SINKS": f"{__name__}.SinksBackend"}
+    layer = layer_of(context_of(Mesh(0, 2, torch.device("cpu")), backend="SINKS", register=register))
+    with pytest.raises(FaultError, match="SINKS: differentiation is not supported"):
         layer(*qkv(), AttentionMetadata(sinks=sinks), plan=plan)
 
 

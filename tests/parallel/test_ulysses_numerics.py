@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from backends.interface import AttentionMetadata, Kind
+from configs.schema import ParallelConfig
 from parallel.attention import Attention
 from parallel.events import AttentionRan, Traffic
 from parallel.mesh import Mesh
@@ -100,7 +101,7 @@ def test_masks_and_causality_hold_on_the_whole_sequence(
 def grouped_attention(mesh: Mesh, length: int, heads: tuple[int, int], backend: str, causal: bool) -> torch.Tensor:
     plan = plan_sequence(length, heads[0], mesh.world_size, heads[1])
     query, key, value = random_qkv(2, length, length, *heads, HEAD_SIZE, torch.float32)
-    context = context_of(mesh, backend=backend)
+    context = context_of(mesh, backend=backend, parallel=ParallelConfig(strategy="ulysses"))
     layer = Attention(
         heads[0], HEAD_SIZE, role="self", kind="self", num_kv_heads=heads[1], causal=causal, context=context
     )
@@ -145,7 +146,7 @@ def test_any_number_of_heads_and_kv_heads_is_exact_on_any_number_of_ranks(
 def test_a_plan_of_other_kv_heads_is_refused() -> None:
     layer = Attention(4, HEAD_SIZE, role="self", kind="self", num_kv_heads=2, context=context_of(Mesh(0, 2, CPU)))
     query, key, value = random_qkv(1, 5, 5, 4, 2, HEAD_SIZE, torch.float32)
-    with pytest.raises(ValueError, match=r"make it with kv_heads=2"):
+    with pytest.raises(ValueError, match="4 heads and 2 KV heads, and the plan 4 and 4; make it with plan_of"):
         layer(query, key, value, plan=plan_sequence(10, 4, 2))
 
 

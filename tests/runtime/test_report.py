@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from backends.requirements import Requirements
-from backends.selection import Selection
+from backends.selection import RejectedStrategy, Selection
+from configs.faults import Fault
 from parallel.plan import Strategy
 from runtime.report import (
     SelectionReport,
@@ -26,7 +27,8 @@ from tests.runtime.report_values import CROSS, FLASH, MISSING, ROOT, SELF, check
 Row = tuple[str, Selection, Strategy, int]
 ENTRY_FIELDS = {
     *("model", "role", "requirements", "kind", "category", "requested", "backend", "variant", "class_path", "kernel"),
-    *("source", "key", "origin", "strategy", "options", "exactness", "layers", "ranks", "rejected"),
+    *("source", "key", "origin", "strategy", "degrees", "options", "exactness", "layers", "ranks", "rejected"),
+    "rejected_strategies",
 }
 
 
@@ -158,6 +160,21 @@ def test_notes_say_once_why_a_backend_was_passed_over() -> None:
         ("transformer", replace(CROSS, rejected=SELF.rejected), "local", 1),
     ]
     assert note_lines(from_selections(2, both)) == [f"self, cross: not FLASH_ATTN: {MISSING.rule}"]
+
+
+def test_strategies_that_were_turned_down_are_told_like_backends() -> None:
+    fault = Fault("lse", True, "returning the log-sum-exp is not supported", "use REFERENCE")
+    chosen = replace(
+        SELF, rejected=(), degrees=(2, 3), rejected_strategies=(RejectedStrategy("ulysses_ring 3x2", (fault,)),)
+    )
+    report = from_selections(6, [("transformer", chosen, "ulysses_ring", 1)])
+    content = report.to_dict()
+    check_schema("selection", content)
+    (entry,) = content["entries"]
+    assert entry["degrees"] == {"ulysses": 2, "ring": 3}
+    assert entry["rejected_strategies"] == [{"strategy": "ulysses_ring 3x2", "faults": [fault.rule]}]
+    assert note_lines(report) == [f"self: not ulysses_ring 3x2: {fault.rule}"]
+    assert table_rows(report)[0][3] == "ulysses_ring 2x3"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Which parts of a block of queries and keys have to be computed. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallel.rows import Rows
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class BlockPart:
+    """Queries and keys of a block, by their places in it. causal: query i of it looks at its keys 0 to i; if not, at
+    all.
+    """
+
+    queries: range
+    keys: range
+    causal: bool = False
+
+
+@lru_cache(maxsize=4096)
+def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = None) -> tuple[BlockPart, ...]:
+    """The parts of a block in which a query may look at a key, none of them empty.
+
+    Causal blocks are either of the same rows twice, or of rows whose runs stand wholly before or after each other, as
+    blocks of a ring do. Raises ValueError for others.
+    """
+    if queries == keys:
+        found = [BlockPart(range(len(queries)), range(len(keys)), causal)]
+    elif causal:
+        found = _earlier_keys(queries, keys)
+    else:
+        found = [BlockPart(range(len(queries)), range(len(keys)))]
+    return tuple(
+        part
+        for part in found
+        if part.queries and part.keys and (window is None or _within(queries.cut(part.queries), keys, window))
+    )
+
+
+def _earlier_keys(queries: Rows, keys: Rows) -> list[BlockPart]:
+    """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part."""
+    found: list[BlockPart] = []
+    at = 0
+    for run in queries.runs:
+        seen = sum(len(other) for other in keys.runs if other.stop <= run.start)
+        if any(other.start < run.stop and run.start < other.stop for other in keys.runs):
+            raise ValueError(f"causal queries {run} and keys {keys} overlap")
+        places = range(at, at + len(run))
+        if found and len(found[-1].keys) == seen:
+            found[-1] = BlockPart(range(found[-1].queries.start, places.stop), range(seen))
+        else:
+            found.append(BlockPart(places, range(seen)))
+        at = places.stop
+    return found
+
+
+def _within(queries: Rows, keys: Rows, window: Window) -> bool:
+    """Whether the window of some query can reach some key."""
+    before, after = window
+    first, last = queries.runs[0].start, queries.runs[-1].stop - 1
+    too_early = before is not None and keys.runs[-1].stop - 1 < first - before
+    too_late = after is not None and keys.runs[0].start > last + after
+    return not (too_early or too_late)

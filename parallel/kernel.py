@@ -1,0 +1,141 @@
+"""What computes in an attention layer on one device: a backend's implementation, or the model's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from backends.entries import resolve_entry
+from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape
+from backends.requirements import Requirements
+from backends.selection import Rejected, Selection
+from configs.faults import Fault, FaultError
+from configs.schema import AttentionConfig
+from parallel.strategies.work import Result
+
+CUSTOM = "custom_attention"
+PLANS_KEPT = 32
+"""By a layer, of the shapes that it met; of packed calls every set of lengths is one."""
+
+
+class BackendKernel:
+    """A backend's implementation, and its plans by shape.
+
+    make: the implementation for causal calls, and for others. A causal layer needs both where its keys come in blocks,
+    of which the earlier ones are seen whole.
+    """
+
+    def __init__(self, make: Callable[[bool], AttentionImpl], causal: bool) -> None:
+        self._make = make
+        self._impls = {causal: make(causal)}
+        self._plans: dict[tuple[bool, CallShape], Any] = {}
+        self.impl = self._impls[causal]
+
+    @property
+    def name(self) -> str:
+        """The dotted name of the callable that runs."""
+        return self.impl.kernel
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool,
+        lse: bool,
+    ) -> Result:
+        impl = self._impls.get(causal)
+        if impl is None:
+            impl = self._impls.setdefault(causal, self._make(causal))
+        planned = self._plan_of(impl, metadata, query, key)
+        extra = () if planned is None else (planned,)  # kernels that plan nothing need no argument for it
+        if lse:
+            return Result(*impl.forward_with_lse(query, key, value, metadata, *extra))
+        return Result(impl.forward(query, key, value, metadata, *extra), None)
+
+    def _plan_of(self, impl: AttentionImpl, metadata: AttentionMetadata, query: torch.Tensor, key: torch.Tensor) -> Any:
+        if type(impl).plan is AttentionImpl.plan:
+            return None  # also so that a compiler need not follow the shapes
+        batch, rows, heads, size = query.shape
+        keys, kv_heads = key.shape[1], key.shape[2]
+        call = CallShape(batch, rows, keys, heads, kv_heads, size, metadata.features, metadata.packed)
+        shape = (impl.causal, call)
+        if shape not in self._plans:
+            if len(self._plans) >= PLANS_KEPT:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[shape] = impl.plan(call)
+        return self._plans[shape]
+
+
+class OwnKernel:
+    """A model's module(query, key, value, metadata), which knows itself whether it is causal."""
+
+    impl: AttentionImpl | None = None
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        self._module = module
+        self.name = name
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool,
+        lse: bool,
+    ) -> Result:
+        if lse:
+            raise TypeError(f"{self.name} is the model's own attention, and returns no log-sum-exp")
+        return Result(self._module(query, key, value, metadata), None)
+
+
+def overridden(
+    selected: type[AttentionImpl], backend: type[AttentionBackend], overrides: Mapping[str, type[AttentionImpl]]
+) -> type[AttentionImpl]:
+    """The model's own implementation for the selected backend, if it has one; it keeps the backend's contract."""
+    own = overrides.get(backend.get_name())
+    if own is None:
+        return selected
+    if not (isinstance(own, type) and issubclass(own, selected)):
+        raise TypeError(
+            f"impl_overrides[{backend.get_name()!r}] is {own!r}; it must be a subclass of "
+            f"{selected.__module__}.{selected.__qualname__}, which was selected"
+        )
+    return own
+
+
+def own_selection(
+    role: str, category: str, required: Requirements, module: torch.nn.Module, config: AttentionConfig
+) -> Selection:
+    """The record of a layer that no backend serves. Raises FaultError if the configuration chose one for it."""
+    entry = resolve_entry(role, category, config)
+    path = f"{type(module).__module__}.{type(module).__qualname__}"
+    if entry.explicit is not None and entry.source in ("role", "parent"):
+        rule = f"{role} computes with the model's own {path}, and nothing would use a backend"
+        raise FaultError([Fault(entry.key, entry.explicit.backend, rule, "leave it out", origin=entry.origin)])
+    passed_over: tuple[Rejected, ...] = ()
+    if entry.explicit is not None:  # a category or the default, which other roles may have too: it is told
+        rule = f"{role} computes with the model's own {path}"
+        fault = Fault(entry.key, entry.explicit.backend, rule, "set it for roles that use a backend")
+        passed_over = (Rejected(entry.explicit.backend, (fault,)),)
+    return Selection(
+        role=role,
+        kind=required.kind,
+        category=category,
+        requirements=required,
+        requested=None if entry.explicit is None else entry.explicit.backend,
+        backend=CUSTOM,
+        variant="own",
+        class_path=path,
+        source="model",
+        key=entry.key if passed_over else "",
+        origin=entry.origin if passed_over else "",
+        exactness="exact",
+        rejected=passed_over,
+    )

@@ -1,0 +1,121 @@
+"""One call's work on a rank: its kernel, and what surrounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from backends.interface import AttentionMetadata
+from parallel.merge import nothing
+from parallel.pieces import assemble
+from parallel.plan import ShardPlan
+from parallel.rows import Rows, chain
+from parallel.transport.torch_dist import TorchTransport
+
+
+class Result(NamedTuple):
+    """out [B, S, H, D]; lse [B, H, S], None unless it was asked for."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+class Kernel(Protocol):
+    """Computes one block on this device, [B, S, H, D] in and out. metadata: of the block."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool,
+        lse: bool,
+    ) -> Result: ...
+
+
+@dataclass(frozen=True)
+class HeldKeys:
+    """Keys and values of a rank's heads, [B, S, Hkv, D]: those of sharded streams, which travel, and those of
+    replicated streams, if there are any.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    fixed_key: torch.Tensor | None = None
+    fixed_value: torch.Tensor | None = None
+
+    def joined(self, keys: Rows, fixed: Rows) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """Both in the order of their positions, and these."""
+        if self.fixed_key is None or self.fixed_value is None or not fixed:
+            return self.key, self.value, keys
+        every = chain((keys, fixed)).sorted
+        key = assemble(every, [(self.key, keys), (self.fixed_key, fixed)])
+        value = assemble(every, [(self.value, keys), (self.fixed_value, fixed)])
+        return key, value, every
+
+
+class Work:
+    """shapes: of query and key as the kernel got them first; None before. metadata: of all rows, and of this rank's
+    heads.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        metadata: AttentionMetadata,
+        plan: ShardPlan,
+        transport: TorchTransport,
+        causal: bool,
+        lse: bool,
+    ) -> None:
+        self._kernel = kernel
+        self.metadata, self.plan, self.transport = metadata, plan, transport
+        self.causal, self.lse = causal, lse
+        self.rank = transport.mesh.rank
+        self.share = plan.shares[self.rank]
+        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        expansion = plan.heads.expansion[plan.grid.place(self.rank)[1]]
+        self._expansion = None if expansion is None else torch.tensor(expansion, device=transport.mesh.device)
+
+    def compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool,
+        lse: bool,
+    ) -> Result:
+        """The kernel's result. Where the ranks part the KV heads otherwise than query head i of a rank reading its KV
+        head i // (H_u / Hkv_u), each query head gets a KV head of its own.
+        """
+        if self._expansion is not None:
+            key, value = key.index_select(2, self._expansion), value.index_select(2, self._expansion)
+        if self.shapes is None:
+            self.shapes = tuple(query.shape), tuple(key.shape)
+        if not query.shape[1] or not key.shape[1]:
+            return self.nothing(query, key, value)
+        return self._kernel(query, key, value, metadata, causal=causal, lse=lse)
+
+    def whole(self, query: torch.Tensor, held: HeldKeys) -> Result:
+        """All queries to all keys, at once."""
+        key, value, _ = held.joined(self.share.keys, self.share.fixed_keys)
+        return self.compute(query, key, value, self.metadata, causal=self.causal, lse=self.lse)
+
+    def nothing(self, query: torch.Tensor, *others: torch.Tensor) -> Result:
+        """The result over no keys. Gradients flow through it, so that every rank has the same backward pass."""
+        out, lse = nothing(query, query.shape[3])
+        if self.metadata.sinks is not None:
+            lse = lse + self.metadata.sinks.to(lse.dtype)[:, None]
+        if torch.is_grad_enabled():
+            out = out + sum(tensor.flatten()[:0].sum() for tensor in (query, *others))
+        return Result(out.to(query.dtype), lse)
+
+
+def without_sinks(metadata: AttentionMetadata) -> AttentionMetadata:
+    return metadata if metadata.sinks is None else replace(metadata, sinks=None)

@@ -1,0 +1,50 @@
+"""The collectives of a call, and the bytes that leave a rank in them, as the plan has them. No torch here."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parallel.events import Traffic
+from parallel.plan import ExchangeCounts, ShardPlan
+
+
+def call_traffic(
+    plan: ShardPlan,
+    rank: int,
+    *,
+    batch: int,
+    head_size: int,
+    element_size: int,
+    lse: bool = False,
+    gradient: bool = False,
+) -> Traffic:
+    """Of one attention call. element_size: bytes of a number. lse: with the log-sum-exp returned, in fp32 or fp64.
+    gradient: the forward pass of a call that is differentiated, where the keys of a ring come in one exchange.
+    """
+    calls: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    ring, place = plan.grid.place(rank)
+    item = batch * head_size * element_size
+
+    def exchange(verb: str, counts: ExchangeCounts, own: int, item: int) -> None:
+        calls[verb] += 1
+        sent[verb] += (sum(counts.sends) - counts.sends[own]) * item
+
+    if plan.grid.ulysses > 1:
+        exchange("scatter_heads", plan.scatter_heads(rank), place, item)
+    if plan.grid.ring > 1 and plan.heads.query[place]:
+        if gradient or plan.strategy in ("gather_kv", "ulysses_gather_kv"):
+            exchange("gather_keys", plan.gather_keys(rank), ring, item)
+        else:
+            group = plan.grid.ring_group(rank)
+            passed_on = sum(len(plan.shares[other].keys) for other in group) - len(
+                plan.shares[group[(ring + 1) % len(group)]].keys
+            )
+            calls["rotate_keys"] += len(group) - 1
+            sent["rotate_keys"] += passed_on * 2 * len(plan.heads.kv[place]) * item
+    if plan.returns:
+        own = plan.return_group(rank).index(rank)
+        exchange("gather_heads", plan.gather_heads(rank), own, item)
+        if lse:
+            exchange("gather_heads", plan.gather_heads(rank), own, batch * max(element_size, 4))
+    return Traffic(dict(calls), dict(sent))
