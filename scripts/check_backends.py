@@ -14,6 +14,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -24,7 +25,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
 
 from backends.platforms.facts import DeviceFacts, local_device
 from backends.registry import Registry
-from kernel_grid.cases import DTYPES, FEATURES, LENGTHS, Claim, claims, head_sizes
+from kernel_grid.cases import DTYPES, FEATURES, KV_HEADS, LENGTHS, Claim, claims, head_sizes
 from kernel_grid.jobs import Job, jobs_of, run_job, run_jobs, wanted
 from kernel_grid.record import summary
 
@@ -34,8 +35,8 @@ EXAMPLE = """example:
 """
 
 
-def main() -> int:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
     registry = Registry()
     device = local_device(options.device, registry.distributions())
     if options.job:
@@ -43,7 +44,7 @@ def main() -> int:
         return 0
     every = tuple(claim for claim in claims(registry, device) if wanted(claim.name, options.only))
     sizes = options.head_sizes or head_sizes(every)
-    covered = (options.dtypes, sizes, options.features, options.longest)
+    covered = (options.dtypes, sizes, options.features, options.longest, options.kv_heads)
     jobs = tuple(jobs_of(every, device, *covered, fine=options.fine))
     print(f"{device.label}: {len(every)} claims, {len(jobs)} jobs", flush=True)
     only = ["--only", *options.only] if options.only else []
@@ -57,7 +58,7 @@ def main() -> int:
         "device": device.label,
         **_versions(device, every),
         "seconds": round(time.monotonic() - started),
-        **dict(zip(("dtypes", "head_sizes", "features", "longest"), covered, strict=True)),
+        **dict(zip(("dtypes", "head_sizes", "features", "longest", "kv_heads"), covered, strict=True)),
         "unfinished": unfinished,
     }
     found = summary(outcomes, {claim.name: _claimed(claim) for claim in every})
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--features", nargs="*", default=list(FEATURES), choices=FEATURES, metavar="F", help="default: all"
     )
+    parser.add_argument("--kv-heads", nargs="*", type=int, default=list(KV_HEADS), choices=KV_HEADS, help="of 4 heads")
     parser.add_argument("--fine", action="store_true", help="a process for each feature, for kernels compiled for each")
     parser.add_argument(
         "--longest", type=int, default=max(LENGTHS), metavar="ROWS", help="of the lengths, these at most"

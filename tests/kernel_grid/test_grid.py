@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from backends.kernels import reference
 from backends.kernels.reference import ReferenceImpl
 from backends.platforms.facts import DeviceFacts, parse_device
 from backends.registry import Registry
+from check_backends import main
 from kernel_grid.cases import FEATURES, LENGTHS, SAMPLED, Call, Claim, calls, claims, head_sizes
+from kernel_grid.jobs import Job, run_jobs
 from kernel_grid.measure import Exact, measure
 from kernel_grid.record import summary
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "check_backends.py"
 CPU = DeviceFacts("cpu")
 HERE = torch.device("cpu")
 PLAIN = Call("float32", 8, 2, False, "plain", 7, 7)
@@ -147,27 +147,48 @@ def test_a_summary_counts_by_claim() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", "cpu", *arguments], capture_output=True, text=True, check=False
-    )
+SMALL = ("--device", "cpu", "--only", "REFERENCE", "--dtypes", "float32", "--head-sizes", "8", "--kv-heads", "2")
 
 
-def test_the_command_writes_a_record_and_keeps_what_it_says_of_others(tmp_path: Path) -> None:
+def test_the_command_writes_a_record_and_keeps_what_it_says_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "grid.json"
     file.write_text(json.dumps({"claims": {"OTHER": {"passed": 1}}}))
-    small = ("--dtypes", "float32", "--head-sizes", "8", "--longest", "7", "--features", "plain", "--workers", "1")
-    done = run("--only", "REFERENCE", *small, "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    claims_found = json.loads(file.read_text())["claims"]
-    assert claims_found["OTHER"] == {"passed": 1}
-    entry = claims_found["REFERENCE/plain"]
-    assert (entry["passed"], entry["failed"], entry["run"]["unfinished"]) == (12, 0, [])
+    assert main([*SMALL, "--longest", "7", "--features", "plain", "--workers", "1", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["claims"]
+    assert found["OTHER"] == {"passed": 1}
+    entry = found["REFERENCE/plain"]
+    assert (entry["passed"], entry["failed"], entry["run"]["unfinished"]) == (4, 0, [])
     assert entry["takes"]["head_sizes"] == str(HeadSizes())
-    assert "REFERENCE/plain: 12 passed, 0 failed" in done.stdout
+    assert "REFERENCE/plain: 4 passed, 0 failed" in capsys.readouterr().out
 
 
-def test_time_that_does_not_suffice_is_a_failure() -> None:
-    done = run("--only", "REFERENCE", "--dtypes", "float32", "--head-sizes", "8", "--minutes", "0")
-    assert done.returncode == 1
-    assert "not finished in time: float32:8:4" in done.stdout
+def test_time_that_does_not_suffice_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--minutes", "0"]) == 1
+    assert "not finished in time: float32:8:2" in capsys.readouterr().out
+
+
+DIES = """
+import json, os, sys
+job, lines = json.loads(sys.argv[2]), open(sys.argv[4], "w", buffering=1)
+for number in range(job["first"], 3):
+    call = {"rows": number + 1}
+    lines.write(json.dumps({"begins": "A", "call": call, "number": number}) + "\\n")
+    if number == 1:
+        os.kill(os.getpid(), 9)
+    lines.write(json.dumps({"claim": "A", "call": call, "fault": None}) + "\\n")
+"""
+
+
+def test_a_process_that_dies_is_a_fault_of_its_call_and_the_rest_goes_on(tmp_path: Path) -> None:
+    job = Job("float32", 8, 2, ("plain",), 7)
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    outcomes, unfinished = run_jobs([job], [sys.executable, str(script)], tmp_path, 1, 0, time.monotonic() + 60)
+    assert unfinished == []
+    assert [(entry["call"]["rows"], entry["fault"]) for entry in outcomes] == [
+        (1, None),
+        (2, "the process ended with -9"),
+        (3, None),
+    ]
