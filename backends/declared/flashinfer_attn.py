@@ -3,8 +3,8 @@
 Read from `flashinfer-python` 0.7.4 (0.6.18 has the same methods): which of the kernels takes a mask or a soft cap, and
 which head sizes all of them have. `fa2` takes a mask, so that it also serves any window, as one where the kernel has
 none of its own (its own is causal). `cute-dsl` alone takes V in another dtype than Q and K; its kernel for head size
-128 is downloaded when it is first used, or compiled. `fa3` and `fa2` were run on H200, in bfloat16 with head sizes 64
-and 128; `cute-dsl` and all kernels on other chips have not been run on hardware.
+128 is downloaded when it is first used, or compiled. `fa3` and `fa2` were run on H200; `cute-dsl` and all kernels on
+other chips have not been run on hardware.
 """
 
 from __future__ import annotations

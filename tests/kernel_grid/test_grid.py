@@ -17,12 +17,14 @@ from backends.kernels import reference
 from backends.kernels.reference import ReferenceImpl
 from backends.platforms.facts import DeviceFacts, parse_device
 from backends.registry import Registry
-from check_backends import main
+from check_backends import claimed, main
 from kernel_grid.cases import FEATURES, LENGTHS, SAMPLED, Call, Claim, calls, claims, head_sizes
 from kernel_grid.jobs import Job, run_jobs
 from kernel_grid.measure import Exact, measure
+from kernel_grid.page import written
 from kernel_grid.record import summary
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 CPU = DeviceFacts("cpu")
 HERE = torch.device("cpu")
 PLAIN = Call("float32", 8, 2, False, "plain", 7, 7)
@@ -192,3 +194,26 @@ def test_a_process_that_dies_is_a_fault_of_its_call_and_the_rest_goes_on(tmp_pat
         (2, "the process ended with -9"),
         (3, None),
     ]
+
+
+# --- what was recorded ------------------------------------------------------------------------------------------------
+
+RECORD = CHECKOUT / "docs" / "measured" / "kernel-grid.json"
+RECORDED: dict[str, Any] = json.loads(RECORD.read_text())["claims"]
+HOPPER = {claim.name: claim for claim in claims(Registry.built_in(), parse_device("cuda:9.0", {}, all_packages=True))}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_variant_claims_what_its_record_has(name: str) -> None:
+    entry = RECORDED[name]
+    assert entry["takes"] == json.loads(json.dumps(claimed(HOPPER[name])))
+    assert (entry["failed"], entry["faults"]) == (0, [])
+    assert entry["passed"] > 100
+    assert "cuda:9.0" in HOPPER[name].variant.run_on
+
+
+def test_the_page_has_the_table_of_the_record() -> None:
+    page = (CHECKOUT / "docs" / "backends.md").read_text()
+    assert page == written(page, RECORDED)
+    with pytest.raises(ValueError, match="the page has no place for the table"):
+        written("nothing", RECORDED)
