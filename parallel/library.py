@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from backends.layer_facts import DenoisingTime
 from backends.registry import Registry
 from backends.selection import Selection
 from configs.arguments import AttentionArgument, library_settings
@@ -112,6 +113,7 @@ def sequence_parallel(
     control: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
     name: str = "transformer",
+    denoising: DenoisingTime | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> SequenceParallel:
     """Let the ranks of a mesh share the sequence of a diffusers transformer; every one of them makes the same call.
@@ -124,7 +126,8 @@ def sequence_parallel(
     "attention.per_role.self=TORCH_SDPA". strategy, ulysses, ring: as `parallel.strategy` and its degrees; by default
     they are the mesh's, or chosen. dtype: of the activations; the model's own by default. control: a gloo group of the
     same ranks, formed if there is none; timeout: of groups that are formed. name: of the model, in messages and events.
-    on_event: is told what each layer ran (`AttentionRan`), on its first call.
+    denoising: for options that depend on the step, which the caller's loop tells it. on_event: is told what each layer
+    ran (`AttentionRan`), on its first call.
 
     Gradients: with a loss that every rank computes on the whole output, the mean over the ranks of a parameter's
     gradients is its gradient, as with data parallelism.
@@ -135,13 +138,14 @@ def sequence_parallel(
     family = family_of({"_class_name": _class_name(model)})
     facts = family.describe(model.config)
     config, parallel = library_settings(attention, {"strategy": strategy, "ulysses": ulysses, "ring": ring})
-    faults = name_faults(config, (facts,), Registry(config.register))
+    faults = name_faults(config, {name: facts}, Registry(config.register))
     if faults:
         raise FaultError(faults)
     adopted = adopt(mesh, device=_device_of(model), control=control, timeout=timeout)
     try:
         parallel = _with_degrees(parallel, adopted)
         context = _context(adopted, config, parallel, _dtype_of(model) if dtype is None else dtype, on_event)
+        context = replace(context, calibrations={name: facts.calibration}, denoising=denoising)
         return SequenceParallel(family.wire(model, context, name), adopted.made)
     except FaultError:
         for group in adopted.made:

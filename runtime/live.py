@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from runtime import ray_api
 from runtime.errors import PlacementError, RankPlace
 from runtime.group import RankGroup
+from runtime.placement import CPU_RANKS, least_world_size
 from runtime.setup import RankSpec
 from runtime.signals import StarterThread, signals_held
 
@@ -99,7 +100,7 @@ def _connect(config: RunConfig, starter: StarterThread) -> None:
     remedy = "start one with `ray start --head` and give its HOST:PORT, or use cluster.address=local"
     if address != "local" and not ray_api.inside_job() and not ray_api.answers_as_ray(address):
         raise PlacementError([Fault("cluster.address", address, "no Ray cluster answers there", remedy)])
-    ranks = config.parallel.world_size or 2
+    ranks = config.parallel.world_size or max(least_world_size(config.parallel), CPU_RANKS)
     with signals_held(repeat=True):
         try:
             starter.run(lambda: ray_api.connect(address, ranks))

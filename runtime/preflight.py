@@ -43,7 +43,7 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
     """Everything that needs neither a cluster nor torch to be refused, at once. Raises FaultError, PlacementError."""
     refuse_shadows()
     folder = read_folder(config.model.path)
-    faults = name_faults(config.attention, folder.models.values(), registry)
+    faults = name_faults(config.attention, folder.models, registry)
     if config.generate.flow_shift is not None and not folder.shifts:
         rule = "the folder's scheduler has no flow shift"
         faults.append(Fault("generate.flow_shift", config.generate.flow_shift, rule, "leave it at null"))

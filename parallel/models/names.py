@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from backends.options import Place, ownerless_faults, read_blocks
+from backends.entries import resolve_entry
+from backends.options import Place, model_faults, ownerless_faults, read_blocks
 from backends.registry import Registry
-from backends.selector import resolve_entry
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.fields import RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec
@@ -14,10 +14,12 @@ from configs.sources import ENVIRONMENT
 from parallel.models.facts import ModelFacts
 
 
-def name_faults(config: AttentionConfig, models: Collection[ModelFacts], registry: Registry) -> list[Fault]:
-    """Roles that the models do not have, backends that nobody registered, and registrations that are none."""
-    roles = {role.role for model in models for role in model.roles}
-    categories = {role.category for model in models for role in model.roles}
+def name_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], registry: Registry) -> list[Fault]:
+    """Roles that the models do not have, backends that nobody registered, and registrations that are none. models: by
+    name.
+    """
+    roles = {role.role for model in models.values() for role in model.roles}
+    categories = {role.category for model in models.values() for role in model.roles}
     parents = {role.rsplit(".", depth)[0] for role in roles for depth in range(1, role.count(".") + 1)}
     known = tuple(sorted(roles | categories | parents))
     found = []
@@ -35,7 +37,7 @@ def name_faults(config: AttentionConfig, models: Collection[ModelFacts], registr
             registry.get_class(name)
         except FaultError as error:
             found += error.faults
-    found += _option_faults(config, registry)
+    found += _option_faults(config, models, registry)
     return found or _unused_entries(config, models)
 
 
@@ -46,8 +48,8 @@ def _role_remedy(role: str, known: tuple[str, ...]) -> str:
     return f"did you mean attention.per_role.{parent}.{meant[0]}?" if meant else unknown_name_remedy(role, known)
 
 
-def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
-    """What is wrong with the options of a choice on any device."""
+def _option_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], registry: Registry) -> list[Fault]:
+    """What is wrong with the options of a choice on any device, and what the checkpoint lacks for them."""
     specs = {f"attention.per_role.{role}": spec for role, spec in config.per_role.items()}
     if config.default is not None:
         specs["attention.default"] = config.default
@@ -58,15 +60,21 @@ def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
             found += ownerless_faults(spec, place, registry)
         elif spec.backend in registry.names():
             try:
-                found += read_blocks(registry.get_class(spec.backend), spec, place, registry)[1]
+                blocks, faults = read_blocks(registry.get_class(spec.backend), spec, place, registry)
             except FaultError:
                 continue  # a class that cannot be loaded is told about where it was registered
+            found += faults or [
+                fault
+                for model, facts in models.items()
+                if any(resolve_entry(role.role, role.category, config).key == key for role in facts.roles)
+                for fault in model_faults(blocks, model, facts.calibration, place)
+            ]
     return found
 
 
-def _unused_entries(config: AttentionConfig, models: Collection[ModelFacts]) -> list[Fault]:
+def _unused_entries(config: AttentionConfig, models: Mapping[str, ModelFacts]) -> list[Fault]:
     """Choices that no role of the model falls back to. The environment's is a last resort: it may be unused."""
-    roles = {(role.role, role.category) for model in models for role in model.roles}
+    roles = {(role.role, role.category) for model in models.values() for role in model.roles}
     used = {resolve_entry(role, category, config).key for role, category in roles}
     found = []
     for key in (*(f"attention.per_role.{role}" for role in config.per_role), "attention.default"):

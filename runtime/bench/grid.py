@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, gcd
 
+from backends.entries import resolve_entry
 from backends.registry import Registry
-from backends.selector import resolve_entry
 from configs.faults import Fault, FaultError, nearest
 from configs.schema import AUTO, STRATEGIES, AttentionConfig, ParallelConfig
 
