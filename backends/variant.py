@@ -145,7 +145,7 @@ class Variant:
     at_least: tuple[tuple[str, str], ...] = ()
     version: int | None = None
     exactness: Exactness = "exact"
-    compilation: Compilation = "eager"
+    compilation: Compilation = "custom-op"
     run_on: tuple[str, ...] = ()
 
     def faults(self, required: Requirements, device: DeviceFacts) -> tuple[Fault, ...]:

@@ -113,7 +113,9 @@ class Attention(torch.nn.Module):
             impl_class = overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
             place = Place(self.selection.key, self.context.config.origins)
             options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
-            self.kernel_call = BackendKernel(self._maker(impl_class, scale, options), call.required(self.way).causal)
+            opaque = compilation_of(variant, self.strategy) == "custom-op"
+            make = self._maker(impl_class, scale, options)
+            self.kernel_call = BackendKernel(make, call.required(self.way).causal, opaque=opaque)
             if mesh.data is not None:
                 mesh.groups(self.way.grid)
         self.rules = CallRules(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from backends.requirements import Requirements
 from backends.selection import Rejected, Selection
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig
+from parallel.opaque import Opaque
 from parallel.strategies.work import Result
 
 CUSTOM = "custom_attention"
@@ -21,17 +23,18 @@ PLANS_KEPT = 32
 
 
 class BackendKernel:
-    """A backend's implementation, and its plans by shape.
+    """A backend's implementation, and its plans by shape. opaque: in a compiled graph it is one operator.
 
     make: the implementation for causal calls, and for others. A causal layer needs both where its keys come in blocks,
     of which the earlier ones are seen whole.
     """
 
-    def __init__(self, make: Callable[[bool], AttentionImpl], causal: bool) -> None:
+    def __init__(self, make: Callable[[bool], AttentionImpl], causal: bool, *, opaque: bool) -> None:
         self._make = make
         self._impls = {causal: make(causal)}
         self._plans: dict[tuple[bool, CallShape], Any] = {}
         self.impl = self._impls[causal]
+        self._opaque = Opaque(partial(self._attend, causal)) if opaque else None
 
     @property
     def name(self) -> str:
@@ -48,14 +51,31 @@ class BackendKernel:
         causal: bool,
         lse: bool,
     ) -> Result:
-        impl = self._impls.get(causal)
-        if impl is None:
-            impl = self._impls.setdefault(causal, self._make(causal))
-        planned = self._plan_of(impl, metadata, query, key)
-        extra = () if planned is None else (planned,)  # kernels that plan nothing need no argument for it
+        if torch.compiler.is_compiling() and self._opaque is not None and not lse:
+            return Result(self._opaque(query, key, value, metadata), None)
         if lse:
-            return Result(*impl.forward_with_lse(query, key, value, metadata, *extra))
-        return Result(impl.forward(query, key, value, metadata, *extra), None)
+            impl = self._impl_of(causal)
+            return Result(
+                *impl.forward_with_lse(query, key, value, metadata, *self._planned(impl, metadata, query, key))
+            )
+        return Result(self._attend(causal, query, key, value, metadata), None)
+
+    def _attend(
+        self, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        impl = self._impl_of(causal)
+        return impl.forward(query, key, value, metadata, *self._planned(impl, metadata, query, key))
+
+    def _impl_of(self, causal: bool) -> AttentionImpl:
+        impl = self._impls.get(causal)
+        return impl if impl is not None else self._impls.setdefault(causal, self._make(causal))
+
+    def _planned(
+        self, impl: AttentionImpl, metadata: AttentionMetadata, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """The plan, as the argument that it is; kernels that plan nothing need none."""
+        planned = self._plan_of(impl, metadata, query, key)
+        return () if planned is None else (planned,)
 
     def _plan_of(self, impl: AttentionImpl, metadata: AttentionMetadata, query: torch.Tensor, key: torch.Tensor) -> Any:
         if type(impl).plan is AttentionImpl.plan:
