@@ -14,6 +14,7 @@ _HOMES = {
     "AttentionMetadata": "backends.interface",
     "Capabilities": "backends.variant",
     "AttentionSpec": "configs.schema",
+    "DenoisingTime": "backends.layer_facts",
     "DiffusionAttentionBackendEnum": "backends.registry",
     "ExecutionPath": "backends.execution",
     "Fault": "configs.faults",

@@ -96,8 +96,9 @@ class _Recorder:
         self.folder.write_bench(record(status, self._facts, self.results.rows(), failure))
 
 
-def bench_attention(config: RunConfig, asked: Experiment) -> Path:
-    """Run the grid; returns the run folder, which has bench.json and bench.png.
+def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKER) -> Path:
+    """Run the grid; returns the run folder, which has bench.json and bench.png. worker: dotted path of the class that
+    does a rank's work.
 
     Raises FaultError and PlacementError before any rank starts, WrongResultError once all is done if a result was
     wrong, and RankError and StallError as a session does.
@@ -112,7 +113,7 @@ def bench_attention(config: RunConfig, asked: Experiment) -> Path:
         live = LiveRanks(config, progress.message)
         try:
             heads = common_heads(asked.shapes)
-            ground = live.start(lambda: survey_ranks(config, heads, registry), WORKER, recorder.on_placed)
+            ground = live.start(lambda: survey_ranks(config, heads, registry), worker, recorder.on_placed)
             cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
             results = Results(cases, asked.shapes, ground.world_size)
             recorder.begin(results, ground, live.group.places)

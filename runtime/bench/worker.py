@@ -79,9 +79,9 @@ class BenchRank(Member):
         exact = _Exact(causal)
         found = []
         for case in cases:
-            refusals = self._all(self._refusal(case, causal))
-            if any(refusals):
-                emit(Refused(case.index, next(reasons for reasons in refusals if reasons)))
+            reasons = self._refusal(case, causal)
+            if reasons:
+                emit(Refused(case.index, reasons))
                 continue
             cell = self._kernel(case, qkv, causal) if case.is_baseline else self._sharded(case, qkv, causal)
             checked = self._check(cell, exact)
@@ -124,7 +124,18 @@ class BenchRank(Member):
         )
 
     def _refusal(self, case: Case, causal: bool) -> tuple[str, ...]:
-        """Why nothing serves a case here; asked before the layer is made, which forms groups."""
+        """Why a case cannot run, the same on every rank; asked before the layer is made, which forms groups."""
+        told = self._all(self._choice(case, causal))
+        refused = [reasons for _, reasons in told if reasons]
+        if refused:
+            return refused[0]
+        if len({chosen for chosen, _ in told}) > 1:
+            listed = ", ".join(f"rank {rank} chose {chosen}" for rank, (chosen, _) in enumerate(told))
+            return (f"{listed}; name one backend, or give all nodes the same packages",)
+        return ()
+
+    def _choice(self, case: Case, causal: bool) -> tuple[str, tuple[str, ...]]:
+        """What a case gets on this rank, or why it gets nothing."""
         shape = case.shape
         call = RoleCall(
             kind="self",
@@ -137,15 +148,16 @@ class BenchRank(Member):
         )
         selector = self._context(case).selector
         try:
-            choose(
+            planned = choose(
                 call,
                 self.mesh.world_size,
                 case.parallel,
                 lambda required: selector.select(ROLE, required, allow_trtllm_default=True),
             )
         except FaultError as error:
-            return tuple(str(fault) for fault in error.faults)
-        return ()
+            return "", tuple(str(fault) for fault in error.faults)
+        chosen = planned.selection
+        return f"{chosen.backend}/{chosen.variant} ({chosen.class_path}) by {planned.way}", ()
 
     def _layer(self, case: Case, causal: bool) -> Attention:
         shape = case.shape

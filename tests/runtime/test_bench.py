@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ from backends.registry import Registry
 from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, ParallelConfig, RunConfig
+from parallel.events import Event
 from runtime.bench.attention import Experiment, bench_attention
 from runtime.bench.grid import Shape, cases_of, parse_backends, parse_plans, parse_shapes, unused_settings
-from runtime.bench.results import Checked, Refused, Results, RoundDone
+from runtime.bench.results import Checked, Refused, Report, Results, RoundDone
+from runtime.bench.spec import BenchSpec
 from runtime.bench.table import lines_of
+from runtime.bench.worker import BenchRank
 from runtime.errors import WrongResultError
+from runtime.setup import RankSpec
 from tests.runtime.command import raylysses
 from tests.runtime.report_values import check_schema
 
@@ -41,6 +46,16 @@ class SlightlyWrongBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "SLIGHTLY_WRONG"
+
+
+class SwappedPathRank(BenchRank):
+    """The last rank knows another class by the name of a built-in backend."""
+
+    def bench(self, spec: RankSpec, asked: BenchSpec) -> Iterator[Event | Report]:
+        if spec.rank == spec.world_size - 1:
+            path = "tests.runtime.doubles.RenamedReferenceBackend"
+            spec = replace(spec, backends={**spec.backends, "REFERENCE": path})
+        yield from super().bench(spec, asked)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
@@ -224,6 +239,20 @@ def test_a_grid_of_which_nothing_is_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FaultError, match="nothing of the grid is served"):
         bench_attention(composed(tmp_path / "run", 2), Experiment((SMALL,), parse_plans("3x1"), None, 1, False))
     assert {row["outcome"] for row in recorded(tmp_path / "run")["rows"]} == {"timed", "refused"}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_ranks_choose_differently_is_refused_on_all_of_them(tmp_path: Path) -> None:
+    asked = Experiment((SMALL,), parse_plans("ulysses,ring"), "REFERENCE", 1, False)
+    with pytest.raises(FaultError, match="nothing of the grid is served"):
+        bench_attention(composed(tmp_path / "run", 2), asked, worker=f"{__name__}.SwappedPathRank")
+
+    rows = recorded(tmp_path / "run")["rows"]
+    assert {row["outcome"] for row in rows} == {"refused"}
+    assert all(
+        "rank 0 chose REFERENCE/" in row["why"] and "rank 1 chose REFERENCE/renamed" in row["why"] for row in rows
+    )
 
 
 def test_the_schema_refuses_what_it_does_not_know() -> None:
