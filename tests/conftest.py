@@ -37,3 +37,11 @@ def gloo_ranks(ray_cluster: None) -> Iterator[Callable[[int], Ranks]]:
     yield get
     for ranks in groups.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def eight_ranks(ray_cluster: None) -> Iterator[Ranks]:
+    """A pool: any number of its first ranks works together in groups that are formed once."""
+    ranks = Ranks(8, cpus=0)  # beside those of `gloo_ranks`, whatever has been started of them
+    yield ranks
+    ranks.close()
