@@ -53,8 +53,9 @@ class ShardedModel:
 
     def install(self) -> None:
         """Register the hooks. Call once, after all attention layers are in place."""
-        chosen = {layer.selection for layer in self._attention_layers()}
-        self._selections = ", ".join(sorted(f"{s.role}={s.backend}/{s.variant} ({s.class_path})" for s in chosen))
+        chosen = {(layer.selection, layer.way) for layer in self._attention_layers()}
+        told = (f"{s.role}={s.backend}/{s.variant} ({s.class_path}) by {way}" for s, way in chosen)
+        self._selections = ", ".join(sorted(told))
         exchanging = [layer for layer in self._attention_layers() if layer.strategy != "local"]
         counts = Counter(layer.way for layer in exchanging)
         self._sharded_layers = {layer.way: (layer, counts[layer.way]) for layer in exchanging}

@@ -29,7 +29,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Outcome:
     """errors: by what was compared (output, lse, gradient, lse_gradient); each is at most its tolerance if the case
-    passes. fault: why it does not. refused: why the kernel's own plan takes no call of these lengths. synchronises: the call waits for the device.
+    passes. fault: why it does not. refused: why the kernel's own plan takes no call of these lengths. synchronises:
+    the call waits for the device.
     """
 
     claim: str
@@ -58,7 +59,7 @@ class Exact:
         self.metadata = metadata_of(call, device, dtype)
         self.upstream = draw(call.rows, HEADS)
         self.lse_upstream = draw(call.rows, HEADS, 1)[..., 0].transpose(1, 2).double()
-        inputs = tuple(tensor.double().requires_grad_() for tensor in self.qkv)
+        inputs = tuple(tensor.to(torch.float64, copy=True).requires_grad_() for tensor in self.qkv)
         query, key, value = inputs
         out, lse = plain_attention_with_lse(
             query,
