@@ -9,8 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import Ranks
+from tests.summary import LINES
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attention over live ranks")
+    group.addoption("--calls", type=int, default=2000, help="how many drawn calls have to run (default: 2000)")
+    group.addoption("--calls-seed", type=int, default=None, help="draw others than those of every run")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(LINES, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

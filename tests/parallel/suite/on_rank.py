@@ -58,24 +58,8 @@ Outcome = Refused | Ran
 
 
 def run_calls(mesh: Mesh, cases: Sequence[Drawn]) -> list[Outcome]:
-    """One after the other, on all ranks of the mesh alike. An unexpected error says which call it was."""
-    outcomes = []
-    for case in cases:
-        with _Named(case):
-            outcomes.append(_run(mesh, case))
-    return outcomes
-
-
-class _Named:
-    def __init__(self, case: Drawn) -> None:
-        self._case = case
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            error.add_note(f"in {self._case}")
+    """One after the other, on all ranks of the mesh alike."""
+    return [_run(mesh, case) for case in cases]
 
 
 def _run(mesh: Mesh, case: Drawn) -> Outcome:
