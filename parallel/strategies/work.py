@@ -118,9 +118,9 @@ class Work:
 
 def reaching(weighed: Weighed, *tensors: torch.Tensor) -> Weighed:
     """The same numbers, whose backward pass reaches all the tensors, used or not: every rank has to run that of an
-    exchange, also one that needed nothing of what it got.
+    exchange, also one that needed nothing of what it got, or computed nothing of what it sends.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return weighed
     out, lse = weighed
     none = sum(tensor.narrow(0, 0, 0).sum() for tensor in tensors)
