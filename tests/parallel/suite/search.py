@@ -24,9 +24,12 @@ class RanksBrokeError(AssertionError):
     """Some rank raised where others may wait for it; nothing more can be run on these ranks."""
 
     def __init__(self, case: Drawn, errors: dict[int, str]) -> None:
-        self.case = case
         told = "\n".join(f"rank {rank}: {error}" for rank, error in errors.items())
         super().__init__(f"ranks broke at\n{case}\n{told}")
+
+
+class _StopDrawing(BaseException):  # noqa: N818
+    """hypothesis lets it through: without ranks there is nothing to shrink with."""
 
 
 @dataclass
@@ -36,7 +39,6 @@ class Search:
     ranks: Ranks
     verdicts: dict[Drawn, Verdict] = field(default_factory=dict)
     failure: AssertionError | None = None
-    broke: RanksBrokeError | None = None
 
     def run(self, count: int, seed: int | None) -> None:
         """Draws about `count` calls that run, the same each time without a seed."""
@@ -58,18 +60,15 @@ class Search:
             (every_call_is_right if seed is None else hypothesis.seed(seed)(every_call_is_right))()
         except AssertionError as error:
             self.failure = error
+        except _StopDrawing as stop:
+            self.failure = stop.args[0]
 
     def _judge_batch(self, batch: tuple[Drawn, ...]) -> None:
-        if self.broke is None:
-            new = list(dict.fromkeys(case for case in batch if case not in self.verdicts))
-            try:
-                self.verdicts |= {verdict.case: verdict for verdict in judge_calls(self.ranks, new)}
-            except RanksBrokeError as error:
-                self.broke = error
-        elif self.broke.case not in batch:
-            return
-        if self.broke is not None:
-            raise self.broke
+        new = list(dict.fromkeys(case for case in batch if case not in self.verdicts))
+        try:
+            self.verdicts |= {verdict.case: verdict for verdict in judge_calls(self.ranks, new)}
+        except RanksBrokeError as error:
+            raise _StopDrawing(error) from error
         wrong = [self.verdicts[case] for case in batch if self.verdicts[case].complaints]
         if wrong:
             smallest = min(wrong, key=lambda verdict: len(repr(verdict.case)))

@@ -28,6 +28,8 @@ KEPT = (
         window=(6, 7),
         gradient=True,
     ),
+    # Ranks without heads send back nothing of the log-sum-exp, and have a backward pass of that, too.
+    Drawn(world_size=3, strategy="ulysses", lse=True, gradient=True),
 )
 
 
