@@ -9,8 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import Ranks
+from tests.summary import LINES
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attention over live ranks")
+    group.addoption("--calls", type=int, default=2000, help="how many drawn calls have to run (default: 2000)")
+    group.addoption("--calls-seed", type=int, default=None, help="draw others than those of every run")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash.get(LINES, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +49,11 @@ def gloo_ranks(ray_cluster: None) -> Iterator[Callable[[int], Ranks]]:
     yield get
     for ranks in groups.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def eight_ranks(ray_cluster: None) -> Iterator[Ranks]:
+    """A pool: any number of its first ranks works together in groups that are formed once."""
+    ranks = Ranks(8, cpus=0)  # beside those of `gloo_ranks`, whatever has been started of them
+    yield ranks
+    ranks.close()

@@ -37,6 +37,40 @@ def attention64(
     return torch.einsum("bkgqs,bskd->bqkgd", weights, value.double()).reshape(batch, rows, heads, size)
 
 
+def softmax64(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    seen: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [B, Sq, H, Dv] and the log-sum-exp [B, H, Sq] of everything that a call may carry; differentiable.
+
+    query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv], all fp64; seen: boolean, who looks at whom; seen
+    and bias [B or 1, H or 1, Sq or 1, Sk]; sinks [H].
+    """
+    heads, rows, keys = query.shape[2], query.shape[1], key.shape[1]
+    reads = torch.arange(heads) // (heads // key.shape[2])
+    scores = torch.einsum("bqhd,bshd->bhqs", query, key[:, :, reads]) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores, seen = scores + bias, seen & (bias > float("-inf"))
+    seen = seen.expand(query.shape[0], heads, rows, keys)
+    # exp without a shift: the scores of tests are small, and a sum of exponentials is what is meant.
+    weights = torch.where(seen, torch.where(seen, scores, 0.0).exp(), 0.0)
+    total = weights.sum(dim=-1)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None]
+    blind = total == 0
+    out = torch.einsum("bhqs,bshd->bqhd", weights / torch.where(blind, 1.0, total)[..., None], value[:, :, reads])
+    return out, torch.where(blind, 1.0, total).log().masked_fill(blind, float("-inf"))
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """L2 norm of the difference over that of the exact values; infinite for anything that is not a number."""
     if result.shape != exact.shape or not bool(torch.isfinite(result).all()):

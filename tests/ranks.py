@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -28,18 +29,53 @@ class _RankActor:
         if not hasattr(self, "store"):
             self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device("cpu"), 30.0)
+        self.meshes: dict[int, Mesh] = {}
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return function(self.mesh, *arguments)
 
+    def form(self, size: int) -> None:
+        """The mesh of the first ranks, with the groups of all its grids; every rank calls it."""
+        import torch
+        import torch.distributed as dist
+
+        from parallel.plan import Grid
+
+        torch.set_num_threads(1)
+        rank, mesh = self.mesh.rank, self.mesh
+        grids = [Grid(degree, size // degree) for degree in range(2, size) if size % degree == 0]
+
+        def group_of(ranks: list[int]) -> Any:
+            return dist.new_group(ranks, timeout=mesh.timeout, backend="gloo", use_local_synchronization=True)
+
+        if rank >= size:
+            # torch 2.13 names a group by how many there are, so those who are not in one need another.
+            for _ in range(2 + 2 * len(grids)):
+                group_of([rank])
+            return
+        if size != mesh.world_size:
+            data, control = (group_of(list(range(size))) for _ in range(2))
+            alone = size == 1
+            mesh = replace(
+                mesh, world_size=size, data=None if alone else data, control=None if alone else control, _grids={}
+            )
+        for grid in grids:
+            mesh.groups(grid)
+        self.meshes[size] = mesh
+
+    def run_among_first(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """`run` on the mesh of the first ranks."""
+        return function(self.meshes[size], *arguments)
+
 
 class Ranks:
-    """`world_size` gloo ranks."""
+    """`world_size` gloo ranks. cpus: what each takes of the cluster's."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, cpus: int = 1) -> None:
         self.world_size = world_size
+        self._formed: set[int] = set()
         actor = ray.remote(_RankActor)
-        self._actors = [actor.options(num_cpus=1).remote() for _ in range(world_size)]
+        self._actors = [actor.options(num_cpus=cpus).remote() for _ in range(world_size)]
         port = ray.get(self._actors[0].open_store.remote(), timeout=60)
         joined = [actor.join.remote(port, rank, world_size) for rank, actor in enumerate(self._actors)]
         ray.get(joined, timeout=120)
@@ -57,6 +93,15 @@ class Ranks:
         """The result of every rank, or the exception that it raised."""
         started = [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
         return [_outcome(reference) for reference in started]
+
+    def start_among_first(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`run` on the first `size` ranks, which form a mesh of their own; returns at once, for `ray.get`. Calls are
+        run in the order in which they are started.
+        """
+        if size not in self._formed:
+            self._formed.add(size)
+            ray.get([actor.form.remote(size) for actor in self._actors], timeout=120)
+        return [actor.run_among_first.remote(size, function, arguments) for actor in self._actors[:size]]
 
     def close(self) -> None:
         for actor in self._actors:

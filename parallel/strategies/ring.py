@@ -12,7 +12,7 @@ from parallel.blocks import parts_of
 from parallel.merge import Weighed, merge_rows, merge_sinks, nothing
 from parallel.restrict import of_rows
 from parallel.rows import Rows
-from parallel.strategies.work import HeldKeys, Result, Work, without_sinks
+from parallel.strategies.work import HeldKeys, Result, Work, reaching, without_sinks
 from parallel.transport.packing import pack_keys, unpack_keys
 
 Block = tuple[int, torch.Tensor, torch.Tensor]
@@ -35,6 +35,8 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
         whole = _add_block(whole, query, (key, value, keys), work)
     if whole is None:
         return work.nothing(*seen)
+    if differentiated:
+        whole = reaching(whole, *seen)
     if work.metadata.sinks is not None:
         whole = merge_sinks(whole, work.metadata.sinks)
     return Result(whole[0].to(query.dtype), whole[1])

@@ -18,7 +18,7 @@ from parallel.restrict import of_heads
 from parallel.rows import chain
 from parallel.strategies.gather_kv import gather_kv_attention
 from parallel.strategies.ring import ring_attention
-from parallel.strategies.work import HeldKeys, Kernel, Result, Work
+from parallel.strategies.work import HeldKeys, Kernel, Result, Work, reaching
 from parallel.transport.torch_dist import QueryKeyValue, TorchTransport
 
 
@@ -63,6 +63,9 @@ def sharded_attention(
         result = gather_kv_attention(query, held, work)
     else:
         result = ring_attention(query, held, work)
+    if result.lse is not None and (lse or not plan.heads.query[place]):
+        learned = [tensor for tensor in (*qkv, metadata.sinks, metadata.bias) if tensor is not None]
+        result = Result(*reaching((result.out, result.lse), *learned))
     out = _my_rows(result.out, plan, transport)
     back = None
     if lse and result.lse is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from backends.interface import AttentionMetadata
-from parallel.merge import nothing
+from parallel.merge import Weighed, nothing
 from parallel.pieces import assemble
 from parallel.plan import ShardPlan
 from parallel.rows import Rows, chain
@@ -108,13 +108,23 @@ class Work:
         return self.compute(query, key, value, self.metadata, causal=self.causal, lse=self.lse)
 
     def nothing(self, query: torch.Tensor, *others: torch.Tensor) -> Result:
-        """The result over no keys. Gradients flow through it, so that every rank has the same backward pass."""
+        """The result over no keys."""
         out, lse = nothing(query, query.shape[3])
         if self.metadata.sinks is not None:
             lse = lse + self.metadata.sinks.to(lse.dtype)[:, None]
-        if torch.is_grad_enabled():
-            out = out + sum(tensor.flatten()[:0].sum() for tensor in (query, *others))
+        out, lse = reaching((out, lse), query, *others)
         return Result(out.to(query.dtype), lse)
+
+
+def reaching(weighed: Weighed, *tensors: torch.Tensor) -> Weighed:
+    """The same numbers, whose backward pass reaches all the tensors, used or not: every rank has to run that of an
+    exchange, also one that needed nothing of what it got, or computed nothing of what it sends.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return weighed
+    out, lse = weighed
+    none = sum(tensor.narrow(0, 0, 0).sum() for tensor in tensors)
+    return out + none, lse + none
 
 
 def without_sinks(metadata: AttentionMetadata) -> AttentionMetadata:
