@@ -16,6 +16,7 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from parallel.events import Event
 from parallel.plan import ExchangeCounts
+from parallel.transport.base import Peers
 from parallel.transport.torch_dist import TorchTransport
 from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
@@ -142,10 +143,8 @@ class SwappedPathRank(Rank):
 class _IdentityTransport(TorchTransport):
     """Every rank keeps what it would have sent."""
 
-    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts) -> torch.Tensor:
-        if verb == "gather_rows":
-            return super()._exchange(verb, send, counts)
-        return send.clone()
+    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+        return super()._exchange(verb, send, counts, peers) if verb == "gather_rows" else send.clone()
 
 
 class IdentityRank(Rank):
