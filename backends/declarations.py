@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType, ModuleType
+from typing import get_args
 
 from backends.interface import AttentionBackend, Capabilities, Variant
-from configs.faults import Fault, FaultError
+from backends.requirements import MaskKind
+from backends.variant import DTYPES, EVERYWHERE
+from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.schema import BLOCKS
 
 _GIVE_PATH = "give the dotted path of an importable class, such as my_package.my_module.MyBackend"
@@ -26,6 +30,7 @@ _CALLS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
 )
 """With how many arguments, and which named ones, the selection calls each method."""
 _TUPLES = ("chips", "distributions", "at_least", "run_on")
+_CHIP = re.compile(r"(cpu|npu|xpu)|(cuda|musa)(:[0-9]+\.([0-9]+|x))?|rocm(:gfx[0-9a-f]{3,5})?")
 _loaded: dict[tuple[str, str], tuple[ModuleType, type[AttentionBackend]]] = {}
 
 
@@ -87,6 +92,29 @@ def _variant_fault(name: str, path: str, found: type[AttentionBackend]) -> Fault
         if not isinstance(variant.takes, Capabilities):
             rule = f"what its variant {variant.name} takes is {variant.takes!r}, not Capabilities"
             return Fault(key, path, rule, "write takes=Capabilities(...)")
+        if (misspelled := _misspelled(variant)) is not None:
+            return Fault(key, path, *misspelled)
+    return None
+
+
+def _misspelled(variant: Variant) -> tuple[str, str] | None:
+    """(rule, remedy) of a chip, a dtype or a mask that no device or call has: the variant would never be chosen."""
+    for field in ("chips", "run_on"):
+        for chip in getattr(variant, field):
+            if not (isinstance(chip, str) and _CHIP.fullmatch(chip)):
+                platform = str(chip).partition(":")[0]
+                close = () if platform in EVERYWHERE else nearest(platform, EVERYWHERE, count=1)
+                near = f"did you mean the platform {close[0]}? Write" if close else "write"
+                rule = f"{chip!r} in {field} of its variant {variant.name} is no chip"
+                return rule, f"{near} cuda, cuda:9.0, cuda:10.x, rocm:gfx942, musa:3.1, cpu, npu or xpu"
+    for field, known in (("dtypes", DTYPES), ("masks", get_args(MaskKind))):
+        given = getattr(variant.takes, field)
+        if not isinstance(given, tuple):
+            return f"{field} of its variant {variant.name} is {given!r}, not a tuple", f"write {field}=(...,)"
+        for name in given:
+            if name not in known:
+                rule = f"{name!r} in {field} of its variant {variant.name} is none of {', '.join(known)}"
+                return rule, unknown_name_remedy(str(name), known)
     return None
 
 

@@ -1,7 +1,8 @@
 """Option blocks: the typed settings that belong to a backend, checked against its declaration.
 
 A block is a frozen dataclass whose fields are made with `option(check)`. A `faults()` method of it may refuse fields
-that do not go together.
+that do not go together, and `model_faults(model, calibration)` what a checkpoint lacks for them. A block that means
+another thing for each layer has `layer_faults(layer)` and `of_layer(layer)`, which is what the layer's kernel gets.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from backends.calibration import Calibration, Uncalibrated
+from backends.layer_facts import LayerFacts
 from configs.checks import Check, Refusal
-from configs.faults import Fault, unknown_name_remedy
+from configs.faults import Fault, FaultError, unknown_name_remedy
 from configs.layers import render
 from configs.schema import AUTO, AttentionSpec
 
@@ -107,6 +110,32 @@ def _read(schema: type, name: str, values: Mapping[str, Any], place: Place) -> t
         return None, faults
     block = schema(**read)
     return block, [place.fault(name, None, refusal.rule, refusal.remedy) for refusal in _own_faults(block)]
+
+
+def model_faults(blocks: Blocks, model: str, calibration: Calibration | Uncalibrated, place: Place) -> list[Fault]:
+    """What the checkpoint of a model (`transformer`) lacks for the options."""
+    return _placed(blocks, "model_faults", (model, calibration), place)
+
+
+def layer_options(schemas: Mapping[str, type], blocks: Blocks, layer: LayerFacts, place: Place) -> Blocks:
+    """The options of one layer as its kernel gets them; a block of `schemas` that is not set has its defaults.
+
+    Raises FaultError for what the layer lacks for them.
+    """
+    faults = _placed(blocks, "layer_faults", (layer,), place)
+    if faults:
+        raise FaultError(faults)
+    full = {**{name: schema() for name, schema in schemas.items()}, **dict(blocks)}
+    return tuple((name, block.of_layer(layer) if hasattr(block, "of_layer") else block) for name, block in full.items())
+
+
+def _placed(blocks: Blocks, method: str, arguments: tuple[Any, ...], place: Place) -> list[Fault]:
+    return [
+        place.fault(f"{name}.{field}", getattr(block, field), refusal.rule, refusal.remedy, refusal.allowed)
+        for name, block in blocks
+        if hasattr(block, method)
+        for field, refusal in getattr(block, method)(*arguments)
+    ]
 
 
 def _own_faults(block: Any) -> Iterator[Refusal]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from backends.interface import AttentionBackend, Variant
+from backends.variant import USE_ANOTHER
 from configs.faults import Fault, FaultError
 
 # A missing symbol, library or driver; a wheel that was built for another numpy or Python.
@@ -23,6 +24,6 @@ def import_faults(backend: type[AttentionBackend], variant: Variant) -> tuple[Fa
     except _BROKEN as error:
         what = " or ".join(variant.distributions) or variant.kernels
         rule = f"{what} cannot be imported here ({type(error).__name__}: {error})"
-        remedy = f"install it again ({variant.install}), or use TORCH_SDPA" if variant.install else "use TORCH_SDPA"
+        remedy = f"install it again ({variant.install}), {USE_ANOTHER}" if variant.install else USE_ANOTHER
         return (Fault("packages", what, rule, remedy),)
     return ()

@@ -7,7 +7,6 @@ a session takes what it finds when it is entered, and sends it to its ranks.
 from __future__ import annotations
 
 import enum
-import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,12 +17,12 @@ from typing import TypeVar, overload
 from backends.declarations import check, load, registration_key
 from backends.interface import AttentionBackend
 from configs.faults import Fault, FaultError
+from configs.fields import name_refusal
 
 ENTRY_POINTS = "raylysses.backends"
 """The entry-point group of packages that bring backends: `NAME = "package.module:Class"`."""
 
 Declared = TypeVar("Declared", bound=type[AttentionBackend])
-_NAME = re.compile(r"[^\W\d][\w-]*")
 
 
 class Registration:
@@ -85,9 +84,9 @@ def register_diffusion_backend(
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name) or name.lower() == "auto":
-        rule = "is not a name of a backend: letters, digits, _ and -, and not auto"
-        raise FaultError([Fault(registration_key(name), name, rule, "rename it, such as MY_BACKEND")])
+    refusal = name_refusal(name)
+    if refusal is not None:
+        raise FaultError([Fault(registration_key(name), name, refusal.rule, refusal.remedy)])
 
 
 def _register(name: str, path: str) -> Registration:

@@ -17,10 +17,11 @@ Source = Literal["role", "parent", "category", "default", "platform", "agreed", 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A backend that was considered before the chosen one, and why it does not serve."""
+    """A backend that was considered before the chosen one, and why it does not serve. variant: if it is only that."""
 
     backend: str
     faults: tuple[Fault, ...]
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Choice:
     backend: str
     variant: str
     class_path: str
+    options: Blocks = ()
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Everything that an automatic role could get on one device, best first, and what it could not get."""
+    """Everything that a role could get on one device if its ranks settle on it, best first, and what it could not."""
 
     valid: tuple[Choice, ...]
     rejected: tuple[Rejected, ...]
@@ -50,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks settled on for an automatic role. rejected: what would have come before it on some of them."""
+    """What all ranks settled on for a role. rejected: what would have come before it on some of them."""
 
     choice: Choice
     rejected: tuple[Rejected, ...] = ()
@@ -87,7 +89,3 @@ class Selection:
     degrees: tuple[int, int] = (1, 1)
     rejected_strategies: tuple[RejectedStrategy, ...] = ()
     exchange_dtype: str = "same"
-
-    @property
-    def choice(self) -> Choice:
-        return Choice(self.backend, self.variant, self.class_path)

@@ -5,53 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from backends.entries import Entry, resolve_entry
 from backends.interface import AttentionBackend, Probe, Validation, Variant
 from backends.options import Blocks, Place, ownerless_faults, read_blocks
 from backends.platforms.facts import DeviceFacts
 from backends.platforms.policy import priority
 from backends.registry import Registry
 from backends.requirements import Requirements
-from backends.selection import Agreed, Agreement, Candidates, Choice, Rejected, Selection, Source
+from backends.selection import Agreed, Agreement, Candidates, Choice, Rejected, Selection
+from backends.variant import USE_ANOTHER
 from configs.faults import Fault, FaultError
-from configs.schema import AUTO, AttentionConfig, AttentionSpec
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The configuration entry that decides for a role; spec is None when nothing was set."""
-
-    spec: AttentionSpec | None
-    source: Source
-    key: str = ""
-    origin: str = ""
-
-    @property
-    def explicit(self) -> AttentionSpec | None:
-        """The spec, if it names a backend."""
-        return self.spec if self.spec is not None and self.spec.backend != AUTO else None
-
-
-def resolve_entry(role: str, category: str, config: AttentionConfig) -> Entry:
-    """The entry that decides for a role: `a.b.c`, `a.b`, `a`, the category, the default, else the platform."""
-    for name, source in _lookup_order(role, category):
-        if name in config.per_role:
-            return _entry(config.per_role[name], source, f"attention.per_role.{name}", config)
-    if config.default is not None:
-        return _entry(config.default, "default", "attention.default", config)
-    return Entry(None, "platform")
-
-
-def _lookup_order(role: str, category: str) -> Iterator[tuple[str, Source]]:
-    yield role, "role"
-    parts = role.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        yield ".".join(parts[:length]), "parent"
-    yield category, "category"
-
-
-def _entry(spec: AttentionSpec, source: Source, key: str, config: AttentionConfig) -> Entry:
-    # `auto` is a value: this role goes to the platform, whatever the default says.
-    return Entry(spec, "platform" if spec.backend == AUTO else source, key, config.origins.get(key, ""))
+from configs.schema import AttentionConfig, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -118,16 +82,49 @@ class Selector:
             self._cached[key] = found
         return found
 
-    def candidates(self, requirements: Requirements, *, allow_trtllm_default: bool = False) -> Candidates:
-        """All that serves an automatic role here, best first, and why the others do not."""
-        valid: list[Choice] = []
-        rejected: list[Rejected] = []
-        for backend, validation in self._considered(requirements, allow_trtllm_default):
-            name = backend.get_name()
-            if validation.variant is None:
-                rejected.append(Rejected(name, validation.faults))
+    def candidates(
+        self, role: str, requirements: Requirements, *, category: str | None = None, allow_trtllm_default: bool = False
+    ) -> Candidates | None:
+        """All that a role could get here, best first, every variant of it, and why not the others; None for a role
+        whose explicit choice runs or is refused.
+        """
+        entry = resolve_entry(role, category or requirements.kind, self.config)
+        verdicts = self._considered(requirements, allow_trtllm_default)
+        found = [self._candidates(backend, requirements, verdict) for backend, verdict in verdicts]
+        spec = entry.explicit
+        if spec is not None:
+            if spec.on_unsupported == "error":
+                return None
+            backend, blocks = self._explicit(entry, spec)
+            verdict = self._verdict(backend, requirements, spec, blocks)
+            found.insert(0, self._candidates(backend, requirements, verdict, spec.version, blocks))
+        valid = dict.fromkeys(choice for part in found for choice in part.valid)
+        return Candidates(tuple(valid), tuple(rejected for part in found for rejected in part.rejected))
+
+    def _candidates(
+        self,
+        backend: type[AttentionBackend],
+        required: Requirements,
+        verdict: Validation,
+        version: int | None = None,
+        blocks: Blocks = (),
+    ) -> Candidates:
+        """A backend's variants that serve, that of the verdict first, and the faults of the others for this chip."""
+        name, first = backend.get_name(), verdict.variant
+        if first is None:
+            return Candidates((), (Rejected(name, verdict.faults),))
+        path = self.registry.class_path(name)
+        valid, rejected = [Choice(name, first.name, path, blocks)], []
+        for variant in backend.variants:
+            if variant is first or version not in (None, variant.version) or variant.chip_fault(self.device):
+                continue
+            faults = (*variant.faults(required, self.device), *backend.option_faults(variant, required, blocks))
+            if not faults and self._probe is not None:
+                faults = tuple(self._probe(backend, variant))
+            if faults:
+                rejected.append(Rejected(name, faults, variant.name))
             else:
-                valid.append(Choice(name, validation.variant.name, self.registry.class_path(name)))
+                valid.append(Choice(name, variant.name, path, blocks))
         return Candidates(tuple(valid), tuple(rejected))
 
     def _considered(self, required: Requirements, allowed: bool) -> Iterator[tuple[type[AttentionBackend], Validation]]:
@@ -140,44 +137,97 @@ class Selector:
                 yield backend, backend.validate(required, self.device, probe=self._probe)
 
     def _select(self, asked: _Asked) -> Selection:
-        entry, place = asked.entry, Place(asked.entry.key, self.config.origins)
-        spec = entry.explicit
+        entry, spec = asked.entry, asked.entry.explicit
         if spec is None:
+            place = Place(entry.key, self.config.origins)
             if entry.spec is not None and (faults := ownerless_faults(entry.spec, place, self.registry)):
                 raise FaultError(faults)
             return self._automatic(asked, ())
+        backend, blocks = self._explicit(entry, spec)
+        verdict = self._verdict(backend, asked.required, spec, blocks)
+        refused = () if verdict.variant is not None else (Rejected(spec.backend, verdict.faults),)
+        agreed = self._agreement.get((asked.role, asked.required))
+        if agreed is not None and spec.on_unsupported == "fallback":
+            return self._agreed(asked, agreed, refused, blocks)
+        if verdict.variant is not None:
+            return self._made(asked, backend, verdict.variant, blocks=blocks)
+        if spec.on_unsupported == "error":
+            raise FaultError(self._refusal(asked, refused))
+        return self._automatic(replace(asked, entry=replace(entry, source="platform")), refused)
+
+    def _explicit(self, entry: Entry, spec: AttentionSpec) -> tuple[type[AttentionBackend], Blocks]:
+        """The class and the options of an explicit choice. Raises FaultError for what no device would take."""
         backend = self.registry.get_class(spec.backend, entry.key, entry.origin)
-        blocks, faults = read_blocks(backend, spec, place, self.registry)
+        blocks, faults = read_blocks(backend, spec, Place(entry.key, self.config.origins), self.registry)
         if faults:
             raise FaultError(faults)
-        validation = backend.validate(
-            asked.required, self.device, version=spec.version, blocks=blocks, probe=self._probe
-        )
-        if validation.variant is not None:
-            return self._made(asked, backend, validation.variant, blocks=blocks)
-        refused = Rejected(spec.backend, validation.faults)
-        if spec.on_unsupported == "error":
-            raise FaultError(_refusal(asked, (refused,), self.config))
-        return self._automatic(replace(asked, entry=replace(entry, source="platform")), (refused,))
+        return backend, blocks
+
+    def _verdict(
+        self, backend: type[AttentionBackend], required: Requirements, spec: AttentionSpec, blocks: Blocks
+    ) -> Validation:
+        return backend.validate(required, self.device, version=spec.version, blocks=blocks, probe=self._probe)
 
     def _automatic(self, asked: _Asked, rejected: tuple[Rejected, ...]) -> Selection:
         agreed = self._agreement.get((asked.role, asked.required))
         if agreed is not None:
-            return self._agreed(replace(asked, entry=replace(asked.entry, source="agreed")), agreed, rejected)
+            return self._agreed(asked, agreed, rejected)
         for backend, validation in self._considered(asked.required, asked.allowed):
             if validation.variant is not None:
                 return self._made(asked, backend, validation.variant, rejected)
             rejected = (*rejected, Rejected(backend.get_name(), validation.faults))
-        raise FaultError(_refusal(asked, rejected, self.config))
+        raise FaultError(self._refusal(asked, rejected))
 
-    def _agreed(self, asked: _Asked, agreed: Agreed, rejected: tuple[Rejected, ...]) -> Selection:
-        """What the ranks agreed on, which this rank has to serve too."""
-        backend = self.registry.get_class(agreed.choice.backend)
-        variant = next(variant for variant in backend.variants if variant.name == agreed.choice.variant)
+    def _agreed(self, asked: _Asked, agreed: Agreed, rejected: tuple[Rejected, ...], blocks: Blocks = ()) -> Selection:
+        """What the ranks agreed on, which this rank has to serve too. blocks: of the explicit choice; if that serves
+        on all ranks, its entry has decided.
+        """
+        choice, spec = agreed.choice, asked.entry.explicit
+        backend = self.registry.get_class(choice.backend)
+        variant = next(variant for variant in backend.variants if variant.name == choice.variant)
         faults = variant.faults(asked.required, self.device)
         if faults:
-            raise FaultError(_refusal(asked, (Rejected(agreed.choice.backend, faults),), self.config))
-        return self._made(asked, backend, variant, (*rejected, *agreed.rejected))
+            raise FaultError(self._refusal(asked, (Rejected(choice.backend, faults),)))
+        as_asked = spec is not None and (spec.backend, blocks) == (choice.backend, choice.options)
+        if not as_asked or spec is None or spec.version not in (None, variant.version):
+            asked = replace(asked, entry=replace(asked.entry, source="agreed"))
+        return self._made(asked, backend, variant, (*rejected, *agreed.rejected), choice.options)
+
+    def _refusal(self, asked: _Asked, rejected: tuple[Rejected, ...]) -> list[Fault]:
+        """The faults of a role that nothing serves, about the key that the user set, or about the role's own key. A
+        fault of an option keeps its own path below it.
+        """
+        entry, origins = asked.entry, self.config.origins
+        key = entry.key or f"attention.per_role.{asked.role}"
+        options = {"version", *(entry.spec.blocks if entry.spec is not None else ())}
+        another = self._another(asked, {candidate.backend for candidate in rejected})
+        found = []
+        for candidate in rejected:
+            for fault in candidate.faults:
+                told = replace(fault, remedy=fault.remedy.replace(USE_ANOTHER, another))
+                if fault.key.split(".")[0] in options:
+                    path = f"{key}.{fault.key}"
+                    found.append(replace(told, key=path, origin=origins.get(path, entry.origin)))
+                else:
+                    found.append(replace(told, key=key, value=candidate.backend, origin=entry.origin))
+        return found
+
+    def _another(self, asked: _Asked, refused: set[str]) -> str:
+        """The way out for a call that these backends do not take: one that does, if there is one."""
+        names = [name for name in (*_SERVE_MOST, *sorted(self.registry.names())) if name not in refused]
+        serving = next((name for name in names if self._serves(name, asked.required)), None)
+        if serving is None:
+            return f"change the call, which no backend takes on {self.device.label}"
+        automatic = any(self._serves(n, asked.required, asked.allowed) for n in priority(self.device))
+        return f"use {serving}, or leave it on auto" if automatic else f"use {serving}"
+
+    def _serves(self, name: str, required: Requirements, allowed: bool = True) -> bool:
+        try:
+            backend = self.registry.get_class(name)
+        except FaultError:  # one that cannot be loaded serves nothing
+            return False
+        permitted = allowed or not backend.asks_permission
+        return permitted and backend.validate(required, self.device, probe=self._probe).variant is not None
 
     def _made(
         self,
@@ -206,32 +256,13 @@ class Selector:
         )
 
 
+_SERVE_MOST = ("TORCH_SDPA", "REFERENCE")
 _PERMISSION = Fault(
     "allow_trtllm_default",
     False,
     "it is chosen automatically only for layers that allow it, and this one does not",
     "name it for the role, or construct the layer with allow_trtllm_default=True",
 )
-
-
-def _refusal(asked: _Asked, rejected: tuple[Rejected, ...], config: AttentionConfig) -> list[Fault]:
-    """The faults of a role that nothing serves, about the key that the user set, or about the role's own key. A fault
-    of an option keeps its own path below it.
-    """
-    entry = asked.entry
-    key = entry.key or f"attention.per_role.{asked.role}"
-    options = {"version", *(entry.spec.blocks if entry.spec is not None else ())}
-    return [
-        replace(
-            fault,
-            key=f"{key}.{fault.key}",
-            origin=config.origins.get(f"{key}.{fault.key}", entry.origin),
-        )
-        if fault.key.split(".")[0] in options
-        else replace(fault, key=key, value=candidate.backend, origin=entry.origin)
-        for candidate in rejected
-        for fault in candidate.faults
-    ]
 
 
 def select(

@@ -18,10 +18,12 @@ from configs.faults import Fault
 Exactness = Literal["exact", "lossy-quantised", "lossy-sparse"]
 Compilation = Literal["traceable", "custom-op", "eager"]
 """How a kernel meets torch.compile: traced through, called as one opaque operator, or only outside of it."""
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 EVERY_MASK: tuple[MaskKind, ...] = ("none", "key_padding", "full", "per_head")
 """As tensors."""
 EVERYWHERE = ("cpu", "cuda", "rocm", "npu", "xpu", "musa")
 USE_ANOTHER = "use TORCH_SDPA, or leave it on auto"
+"""What a declaration can say, as it does not know who asks; a selector puts a backend that serves in its place."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Capabilities:
     the log-sum-exp is differentiable as well. The rest is as in `Requirements`.
     """
 
-    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
+    dtypes: tuple[str, ...] = DTYPES
     head_sizes: HeadSizes = HeadSizes()
     masks: tuple[MaskKind, ...] = ("none",)
     causal: bool = False
@@ -84,7 +86,7 @@ class Capabilities:
         if required.mask != "none" and required.mask not in self.masks:
             rule = f"a {required.mask} mask is not supported; it takes {' and '.join(self.masks)}"
             yield Fault("mask", required.mask, rule, USE_ANOTHER, self.masks)
-        if required.num_heads % required.num_kv_heads:
+        if required.num_kv_heads < 1 or required.num_heads % required.num_kv_heads:
             rule = f"{required.num_heads} query heads are no multiple of {required.num_kv_heads} KV heads"
             yield Fault("num_kv_heads", required.num_kv_heads, rule, "give a number that divides the query heads")
         elif required.num_heads != required.num_kv_heads and not self.grouped:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from configs.faults import nearest
@@ -84,13 +85,14 @@ def switch(value: Any, source: str) -> Any:
     return Refusal("takes true or false", "write one of the two words", ("true", "false"))
 
 
-def choice(names: tuple[str, ...]) -> Check:
-    """One of `names`, as they are spelled there."""
+def choice(names: tuple[str, ...], others: Mapping[str, str] = MappingProxyType({})) -> Check:
+    """One of `names`, as they are spelled there. others: word -> which of them it stands for elsewhere."""
 
     def check(value: Any, source: str) -> Any:
         if isinstance(value, str) and value in names:
             return value
-        return Refusal(f"takes {_listed(names, 'or')}", _near(value, names), names)
+        meant = others.get(value.casefold(), value) if isinstance(value, str) else value
+        return Refusal(f"takes {_listed(names, 'or')}", _near(meant, names), names)
 
     return check
 

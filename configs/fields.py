@@ -78,6 +78,14 @@ def _option(value: Any, source: str) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+def name_refusal(name: str) -> Refusal | None:
+    """Why no backend can be called so; None if one can."""
+    if re.fullmatch(r"[^\W\d][\w-]*", name) and name.casefold() != AUTO:
+        return None
+    rule = "is not a name of a backend: letters, digits, _ and -, and not auto"
+    return Refusal(rule, "rename it, such as MY_BACKEND")
+
+
 def _class_path(value: Any, source: str) -> Any:
     parts = value.split(".") if isinstance(value, str) else []
     if len(parts) >= 2 and all(part.isidentifier() for part in parts):
@@ -85,6 +93,7 @@ def _class_path(value: Any, source: str) -> Any:
     return Refusal("takes the dotted path of a class", "write package.module.Class")
 
 
+_DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _OPTION_TEXT = text(empty=True)
 _SPEC_CHECKS: Mapping[str, Check] = MappingProxyType(
     {"backend": _backend, "version": optional(_version), "on_unsupported": choice(ON_UNSUPPORTED)}
@@ -115,8 +124,8 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "cluster.stall_timeout_s": real(0, LONGEST_S, above=True),
         "run.seed": whole(0, 2**63 - 1),
         "run.dir": optional(text()),
-        "run.dtype": choice(DTYPES),
-        "run.device": choice(DEVICES),
+        "run.dtype": choice(DTYPES, _DTYPE_WORDS),
+        "run.device": choice(DEVICES, {"gpu": "cuda", "nvidia": "cuda"}),
         "run.outputs": subset(OUTPUTS),
         "run.save_latents": switch,
     }
@@ -131,7 +140,7 @@ def known_keys() -> tuple[str, ...]:
 def check_value(key: str, value: Any, source: str) -> Any:
     """The value to store at the canonical `key`, converted (`3` to 3.0, `AUTO` to `auto`), or a `Refusal`."""
     if key.startswith(f"{REGISTER}."):
-        return _class_path(value, source)
+        return name_refusal(key.removeprefix(f"{REGISTER}.")) or _class_path(value, source)
     if key in _CHECKS:
         return _CHECKS[key](value, source)
     path, rest = split_spec(key.split("."))

@@ -22,6 +22,8 @@ from configs.values import MAX_DEPTH, Sweep, ValueSyntaxError, parse_value
 BACKEND = "--attention-backend"
 CONFIG = "--attention-config"
 SHORT = "-ac"
+_SHOWN = 200
+"""How many characters of a JSON text a fault repeats."""
 _NAMES = (BACKEND, CONFIG, SHORT)
 _NAME = re.compile(r"\w[\w-]*")
 """One name in a path, as in the key of an override."""
@@ -39,6 +41,11 @@ class Flag:
     def option(self) -> str:
         """The option as written, without its value."""
         return ".".join((self.name, *self.path))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The option and its value as two arguments."""
+        return (self.option,) if self.value is None else (self.option, self.value)
 
     @property
     def text(self) -> str:
@@ -120,15 +127,14 @@ def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
         value = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         hint = f"; for one backend, {BACKEND} {text}" if text.isidentifier() else ""
-        yield Fault(flag.option, text, f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
+        yield Fault(flag.option, _shortened(text), f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
         return
     if not isinstance(value, dict):
         yield Fault(flag.option, text, "is not a mapping", remedy, origin=ORIGIN)
         return
-    if text.count("{") > MAX_DEPTH:
-        yield Fault(
-            flag.option, text, f"has more than {MAX_DEPTH} mappings", "write roles as dotted keys", origin=ORIGIN
-        )
+    if _depth(value) > MAX_DEPTH:
+        rule = f"is nested more than {MAX_DEPTH} deep"
+        yield Fault(flag.option, _shortened(text), rule, "write roles as dotted keys", origin=ORIGIN)
         return
     for name, item in value.items():
         path = tuple(name.split("."))
@@ -137,6 +143,19 @@ def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
         else:
             rule = f"has the key {name!r}, which is not names joined by dots"
             yield Fault(flag.option, text, rule, remedy, origin=ORIGIN)
+
+
+def _depth(value: Any) -> int:
+    """How many mappings and lists stand inside each other; counted level by level, as it may be many."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [below for item in level for below in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from configs.choices import read_choices
 from configs.faults import Fault, FaultError
-from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, RESERVED, is_block, split_spec
-from configs.layers import Setting, Written, gather, setting_of
+from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, REGISTER, RESERVED, is_block, split_spec
+from configs.layers import Setting, Written, fault_of, gather, setting_of
 from configs.schema import AGREEMENTS, BLOCKS, AttentionConfig, AttentionSpec
 
 _SPEC = "AttentionSpec"
@@ -29,12 +29,13 @@ def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
 
     backend: what was given as shorthand for `default`.
     """
-    if backend is None and _is_normal(config):
+    registered = _registrations(config.register)
+    if backend is None and _is_normal(config) and not any(isinstance(item, Fault) for item in registered):
         return {"per_role": dict(config.per_role)}
     written = Written("", literal=True)
     default = config.default if backend is None else backend
     per_role = {} if config.per_role is None else _choice(config.per_role)
-    found = [setting_of(AGREEMENT, config.agreement, None, written)]
+    found = [setting_of(AGREEMENT, config.agreement, None, written), *registered]
     if default is not None:
         found += read_choices(tuple(DEFAULT.split(".")), _choice(default), None, written)
     if backend is not None and config.default is not None:
@@ -43,11 +44,19 @@ def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
     found += read_choices(tuple(PER_ROLE.split(".")), per_role, None, written)
     values = _checked(found)
     del values[AGREEMENT]
-    specs = assemble(values)
+    specs = assemble({key: value for key, value in values.items() if not key.startswith(f"{REGISTER}.")})
     return {
         "default": specs.pop(DEFAULT, None),
         "per_role": {key.removeprefix(f"{PER_ROLE}."): spec for key, spec in specs.items()},
     }
+
+
+def _registrations(register: Any) -> list[Setting | Fault]:
+    written = Written("", literal=True)
+    if isinstance(register, Mapping) and all(isinstance(name, str) for name in register):
+        return [setting_of(f"{REGISTER}.{name}", path, None, written) for name, path in register.items()]
+    rule = "is a mapping from names to class paths"
+    return [fault_of(REGISTER, register, None, written, rule, 'write {"MINE": "package.module.Class"}')]
 
 
 def assemble(values: Mapping[str, Any]) -> dict[str, AttentionSpec]:

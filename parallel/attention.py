@@ -8,6 +8,7 @@ import torch
 
 from backends.execution import ExecutionPath, Fallback, compilation_of, support_of
 from backends.interface import AttentionImpl, AttentionMetadata, Features, Variant
+from backends.options import Blocks, Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.variant import EVERYTHING
 from configs.faults import Fault
@@ -110,9 +111,9 @@ class Attention(torch.nn.Module):
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
             scale = head_size**-0.5 if softmax_scale is None else softmax_scale
             impl_class = overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
-            self.kernel_call = BackendKernel(
-                self._maker(impl_class, scale, backend.blocks), call.required(self.way).causal
-            )
+            place = Place(self.selection.key, self.context.config.origins)
+            options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
+            self.kernel_call = BackendKernel(self._maker(impl_class, scale, options), call.required(self.way).causal)
             if mesh.data is not None:
                 mesh.groups(self.way.grid)
         self.rules = CallRules(
@@ -250,11 +251,7 @@ class Attention(torch.nn.Module):
             )
         return result
 
-    def _maker(
-        self, impl_class: type[AttentionImpl], scale: float, blocks: Mapping[str, type]
-    ) -> Callable[[bool], AttentionImpl]:
-        defaults = {block: schema() for block, schema in blocks.items()}
-        options = tuple({**defaults, **dict(self.selection.options)}.items())
+    def _maker(self, impl_class: type[AttentionImpl], scale: float, options: Blocks) -> Callable[[bool], AttentionImpl]:
         device, dtype = self.context.mesh.device, getattr(torch, self.context.dtype)
 
         def make(causal: bool) -> AttentionImpl:

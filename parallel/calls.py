@@ -10,6 +10,7 @@ import torch
 from backends.interface import AttentionMetadata, Features, Variant
 from backends.requirements import Requirements
 from configs.faults import Fault, FaultError
+from parallel.metadata_types import check_types
 from parallel.plan import ShardPlan
 from parallel.planner import RoleCall, Way
 
@@ -51,6 +52,7 @@ class CallRules:
         """Raises ValueError if the tensors do not match the layer, the plan or each other, and FaultError for what the
         backend does not take.
         """
+        check_types(self.name, metadata)
         self._check_tensors(query, key, value)
         lengths = query.shape[1], key.shape[1]
         if self.way.strategy != "local":

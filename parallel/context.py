@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from backends.calibration import Calibration, Uncalibrated
+from backends.layer_facts import DenoisingTime, LayerFacts
 from backends.platforms.facts import DeviceFacts
 from backends.probe import import_faults
 from backends.registry import Registry
@@ -24,7 +26,9 @@ class AttentionContext:
     """mesh and transport of this rank, the catalog and configuration to choose from, and where events go.
 
     dtype: of the activations, by name. emit: called on the rank's own thread with each event. agreement: what the
-    ranks settled on for automatic roles. parallel: the strategy and the degrees that are asked for.
+    ranks settled on for automatic roles. calibrations: of the checkpoint's models by name (`transformer`). denoising:
+    the time that all layers share; whoever drives the steps tells it. parallel: the strategy and the degrees that are
+    asked for.
     """
 
     mesh: Mesh
@@ -35,12 +39,19 @@ class AttentionContext:
     dtype: str
     emit: Callable[[Event], None]
     agreement: Agreement | None = None
+    calibrations: Mapping[str, Calibration | Uncalibrated] = field(default_factory=dict)
+    denoising: DenoisingTime | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @cached_property
     def selector(self) -> Selector:
         """One for all layers, so that each role is resolved once."""
         return Selector(self.device, self.config, self.registry, self.agreement, import_faults)
+
+    def layer_facts(self, model: str, name: str) -> LayerFacts:
+        """What options may need to know of a layer."""
+        unknown = Uncalibrated(f"the layer's context has calibrations of {', '.join(self.calibrations) or 'no model'}")
+        return LayerFacts(model, name, self.calibrations.get(model, unknown), self.denoising)
 
 
 _ambient: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from backends.entries import resolve_entry
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape
 from backends.requirements import Requirements
-from backends.selection import Selection
-from backends.selector import resolve_entry
+from backends.selection import Rejected, Selection
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig
 from parallel.strategies.work import Result
@@ -119,17 +119,23 @@ def own_selection(
     if entry.explicit is not None and entry.source in ("role", "parent"):
         rule = f"{role} computes with the model's own {path}, and nothing would use a backend"
         raise FaultError([Fault(entry.key, entry.explicit.backend, rule, "leave it out", origin=entry.origin)])
+    passed_over: tuple[Rejected, ...] = ()
+    if entry.explicit is not None:  # a category or the default, which other roles may have too: it is told
+        rule = f"{role} computes with the model's own {path}"
+        fault = Fault(entry.key, entry.explicit.backend, rule, "set it for roles that use a backend")
+        passed_over = (Rejected(entry.explicit.backend, (fault,)),)
     return Selection(
         role=role,
         kind=required.kind,
         category=category,
         requirements=required,
-        requested=None,
+        requested=None if entry.explicit is None else entry.explicit.backend,
         backend=CUSTOM,
         variant="own",
         class_path=path,
         source="model",
-        key="",
-        origin="",
+        key=entry.key if passed_over else "",
+        origin=entry.origin if passed_over else "",
         exactness="exact",
+        rejected=passed_over,
     )

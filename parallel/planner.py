@@ -170,6 +170,9 @@ def choose(
     """
     _raise_call_faults(call, world_size)
     *better, last = ways(call, world_size, config)
+    settled = _settled((*better, last), call, select) if better else None
+    if settled is not None:
+        return settled
     rejected: list[RejectedStrategy] = []
     for way in better:
         try:
@@ -185,6 +188,20 @@ def choose(
         return _planned(last, select(call.required(last)), rejected)
     except FaultError as error:
         raise _refusal(last, error) from error
+
+
+def _settled(
+    candidates: tuple[Way, ...], call: RoleCall, select: Callable[[Requirements], Selection]
+) -> Planned | None:
+    """The candidate on whose backend the ranks have settled: it was every rank's before they did."""
+    for way in candidates:
+        try:
+            selection = select(call.required(way))
+        except FaultError:
+            continue
+        if selection.source == "agreed":
+            return _planned(way, selection, [])
+    return None
 
 
 def _planned(way: Way, selection: Selection, rejected: list[RejectedStrategy]) -> Planned:
@@ -213,6 +230,16 @@ def plan_role(role: RoleFacts, dtype: str, world_size: int, config: ParallelConf
 
 
 def _raise_call_faults(call: RoleCall, world_size: int) -> None:
+    sizes = {
+        "num_heads": call.heads,
+        "num_kv_heads": call.kv_heads,
+        "head_size": call.head_size,
+        "value_head_size": call.value_head_size,
+    }
+    wrong = {name: size for name, size in sizes.items() if size is not None and (type(size) is not int or size < 1)}
+    if wrong:
+        rule = "it is a whole number of at least 1"
+        raise FaultError(Fault(name, repr(size), rule, "give the model's own") for name, size in wrong.items())
     alone = world_size == 1 or call.skip
     if call.heads % call.kv_heads:
         rule = f"{call.heads} query heads are no multiple of {call.kv_heads} KV heads"

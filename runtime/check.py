@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
-from backends.options import Place, ownerless_faults, read_blocks
+from backends.entries import resolve_entry
+from backends.options import Place, model_faults, ownerless_faults, read_blocks
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.selection import Selection
-from backends.selector import Selector, resolve_entry
+from backends.selector import Selector
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.fields import RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec, RunConfig
@@ -63,7 +64,7 @@ def name_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry
             registry.get_class(name)
         except FaultError as error:
             found += error.faults
-    found += _option_faults(config, registry)
+    found += _option_faults(config, folder, registry)
     return found or _unused_entries(config, folder)
 
 
@@ -74,8 +75,8 @@ def _role_remedy(role: str, known: tuple[str, ...]) -> str:
     return f"did you mean attention.per_role.{parent}.{meant[0]}?" if meant else unknown_name_remedy(role, known)
 
 
-def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
-    """What is wrong with the options of a choice on any device."""
+def _option_faults(config: AttentionConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
+    """What is wrong with the options of a choice on any device, and what the checkpoint lacks for them."""
     specs = {f"attention.per_role.{role}": spec for role, spec in config.per_role.items()}
     if config.default is not None:
         specs["attention.default"] = config.default
@@ -86,9 +87,15 @@ def _option_faults(config: AttentionConfig, registry: Registry) -> list[Fault]:
             found += ownerless_faults(spec, place, registry)
         elif spec.backend in registry.names():
             try:
-                found += read_blocks(registry.get_class(spec.backend), spec, place, registry)[1]
+                blocks, faults = read_blocks(registry.get_class(spec.backend), spec, place, registry)
             except FaultError:
                 continue  # a class that cannot be loaded is told about where it was registered
+            found += faults or [
+                fault
+                for model, facts in folder.models.items()
+                if any(resolve_entry(role.role, role.category, config).key == key for role in facts.roles)
+                for fault in model_faults(blocks, model, facts.calibration, place)
+            ]
     return found
 
 

@@ -45,7 +45,7 @@ class ConfiguredCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         values_follow = [name for option in self.params if _takes_value(option) for name in option.opts]
         others, flags = split(args, values_follow)
-        ctx.obj = [word for flag in flags for word in (flag.option, flag.value) if word is not None]
+        ctx.obj = [word for flag in flags for word in flag.words]
         return super().parse_args(ctx, others)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -95,7 +95,7 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
     from runtime.generate import generate
 
     arguments = [*([] if prompt is None else [f"generate.prompt={quote(prompt)}"]), *overrides, *flags]
-    folder = generate(_compose(arguments, config))
+    folder = generate(_compose(arguments, config, prompt))
     click.echo(f"\nThe run is in {folder}")
     click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
 
@@ -131,7 +131,7 @@ def explain_command(
     from runtime.explain import explain
     from runtime.progress import print_faults, print_selection
 
-    answer = explain(_compose_without_prompt([*overrides, *flags], config), device, packages)
+    answer = explain(_compose_without_prompt([*overrides, *flags], config, prompt), device, packages)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=2))
     else:
@@ -162,38 +162,53 @@ def backends_command(as_json: bool, page: Path | None, target: Path | None) -> N
     """
     from backends.registry import Registry
     from runtime.tables import tables
-    from runtime.tables_text import drift, read_page, text, written
+    from runtime.tables_text import drift, read_page, text, write_page, written
 
+    if target is not None:
+        fresh = written(read_page(target, "--write"), tables(Registry.built_in()), target, "--write")
+        write_page(target, fresh, "--write")
     if as_json:
         click.echo(json.dumps(tables(Registry()).to_dict(), indent=2))
-    if target is not None:
-        fresh = written(read_page(target), tables(Registry.built_in()), target)
-        target.write_text(fresh, encoding="utf-8")
     if page is not None:
-        lines = drift(read_page(page), tables(Registry.built_in()), page)
+        lines = drift(read_page(page, "--check"), tables(Registry.built_in()), page)
         if lines:
             rule = "its tables are not what the backends say:\n" + "\n".join(lines)
             raise FaultError([Fault("--check", page, rule, f"run raylysses backends --write {page}")])
-        click.echo(f"{page}: its tables are what the backends say")
+        click.echo(f"{page}: its tables are what the backends say", err=as_json)
     if not (as_json or target or page):
         click.echo(text(tables(Registry())))
 
 
-def _compose_without_prompt(arguments: Sequence[str], file: Path | None) -> RunConfig:
+def _compose_without_prompt(arguments: Sequence[str], file: Path | None, prompt: str | None) -> RunConfig:
     """Compose; a prompt that nobody gave is not missed."""
-    config, faults = compose(arguments, file=file)
+    config, faults = _composed(arguments, file, prompt)
     if config is None and {fault.key for fault in faults} == {"generate.prompt"}:
-        return _compose(["generate.prompt='-'", *arguments], file)
+        return _compose(["generate.prompt='-'", *arguments], file, prompt)
     if config is None:
         raise FaultError(fault for fault in faults if fault.key != "generate.prompt" or fault.value is not None)
     return config
 
 
-def _compose(arguments: Sequence[str], file: Path | None) -> RunConfig:
-    config, faults = compose(arguments, file=file)
-    if config is None or faults:
+def _compose(arguments: Sequence[str], file: Path | None, prompt: str | None) -> RunConfig:
+    config, faults = _composed(arguments, file, prompt)
+    if config is None:
         raise FaultError(faults)
     return config
+
+
+def _composed(
+    arguments: Sequence[str], file: Path | None, prompt: str | None
+) -> tuple[RunConfig | None, tuple[Fault, ...]]:
+    """Compose; bare words behind a prompt are the rest of one that lacks its quotes."""
+    words, flags = split(arguments)
+    stray = [] if prompt is None else [word for word in words if "=" not in word and not word.startswith("~")]
+    if not stray:
+        return compose(arguments, file=file)
+    kept = [word for word in words if word not in stray]
+    _, faults = compose([*kept, *(word for flag in flags for word in flag.words)], file=file)
+    rule = f"is followed by {' '.join(stray)}, which belongs to nothing"
+    remedy = f'put the whole prompt in quotes: --prompt "{" ".join((prompt or "", *stray))}"'
+    return None, (Fault("--prompt", prompt, rule, remedy), *faults)
 
 
 def _option_message(error: click.NoSuchOption) -> str:
@@ -203,9 +218,13 @@ def _option_message(error: click.NoSuchOption) -> str:
     if settings:
         return f"{error.option_name}: is a setting here, not an option; write {' or '.join(settings)}=..."
     close = nearest(error.option_name.partition(".")[0], (BACKEND, CONFIG))
-    return (
-        f"{error.option_name}: no such option; did you mean {' or '.join(close)}?" if close else error.format_message()
-    )
+    if close:
+        return f"{error.option_name}: no such option; did you mean {' or '.join(close)}?"
+    leaves = {key.rpartition(".")[2]: key for key in reversed(known_keys())}
+    similar = () if error.possibilities else nearest(name, leaves, count=1)
+    if similar:
+        return f"{error.option_name}: no such option; did you mean the setting {leaves[similar[0]]}=...?"
+    return error.format_message()
 
 
 def run(arguments: Sequence[str]) -> int:

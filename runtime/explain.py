@@ -62,8 +62,9 @@ class Explanation:
         for (name, fault), roles in grouped.items():
             if not fault:
                 serving.setdefault(", ".join(roles), []).append(name)
-        could = [f"{roles}: would serve too: {', '.join(names)}" for roles, names in serving.items()]
-        return could + [f"{', '.join(roles)}: not {name}: {fault}" for (name, fault), roles in grouped.items() if fault]
+        could = [f"{roles}: would serve too: {', '.join(sorted(names))}" for roles, names in serving.items()]
+        refused = sorted((name, fault, ", ".join(roles)) for (name, fault), roles in grouped.items() if fault)
+        return could + [f"{roles}: not {name}: {fault}" for name, fault, roles in refused]
 
 
 def explain(config: RunConfig, device: str = "here", packages: str = "here") -> Explanation:
@@ -96,7 +97,7 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
 
 def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, registry: Registry) -> Iterator[Alternative]:
     for role in selected:
-        for name in registry.names():
+        for name in sorted(registry.names()):
             if name != role.selection.backend:
                 try:
                     faults = registry.get_class(name).validate_configuration(role.selection.requirements, device)
@@ -140,7 +141,6 @@ def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:
 def _package_text(facts: DeviceFacts, packages: str) -> str:
     if facts.all_packages:
         return "all (assumed)"
-    listed = (
-        ", ".join(f"{name} {version}" for name, version in facts.packages.items()) or "none that a backend asks for"
-    )
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
+    listed = listed or "none that a backend asks for"
     return f"{listed} ({'installed here' if packages == 'here' else 'assumed'})"

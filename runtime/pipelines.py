@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline
 
+from backends.layer_facts import DenoisingTime
 from configs.faults import Fault, FaultError
 from parallel.mesh import Mesh
 from runtime.requests import Request
@@ -48,12 +49,13 @@ def from_first_rank(compute: Callable[[], tuple[Any, ...]], mesh: Mesh) -> tuple
 class _OverRanks:
     """Mixed into a Wan pipeline: what needs an encoder or the VAE is computed on the first rank and broadcast.
 
-    on_phase is told when encoding and denoising begin. The noise is drawn on the CPU, for the whole latent, from the
-    request's seed, so every rank holds the same.
+    on_phase is told when encoding and denoising begin, and `denoising` the time of each step. The noise is drawn on the
+    CPU, for the whole latent, from the request's seed, so every rank holds the same.
     """
 
     mesh: Mesh
     on_phase: Callable[[str], None]
+    denoising: DenoisingTime
 
     @property
     def _execution_device(self) -> torch.device:
@@ -66,13 +68,17 @@ class _OverRanks:
     def encode_image(self, *args: Any, **kwargs: Any) -> Any:
         return from_first_rank(lambda: (super(_OverRanks, self).encode_image(*args, **kwargs),), self.mesh)[0]  # type: ignore[misc]
 
+    def begin_denoising(self) -> None:
+        self.on_phase("denoise")
+        self.denoising.begin(step_times(self.scheduler))  # type: ignore[attr-defined]
+
 
 class TextToVideo(_OverRanks, WanPipeline):  # type: ignore[misc]
     """WanPipeline over ranks."""
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
         latents = super().prepare_latents(*args, **kwargs)
-        self.on_phase("denoise")
+        self.begin_denoising()
         return latents
 
 
@@ -81,18 +87,29 @@ class ImageToVideo(_OverRanks, WanImageToVideoPipeline):  # type: ignore[misc]
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
         latents = from_first_rank(lambda: super(ImageToVideo, self).prepare_latents(*args, **kwargs), self.mesh)
-        self.on_phase("denoise")
+        self.begin_denoising()
         return latents
+
+
+def step_times(scheduler: Any) -> list[float]:
+    """The time of each step of a scheduler that has been set, from 1, which is noise, to 0.
+
+    They are read off its device once, when they have just been put there.
+    """
+    steps = scheduler.config.num_train_timesteps
+    return [timestep / steps for timestep in scheduler.timesteps.tolist()]
 
 
 _CLASSES: dict[str, Any] = {"WanPipeline": TextToVideo, "WanImageToVideoPipeline": ImageToVideo}
 
 
-def load_pipeline(folder: Path, pipeline: str, mesh: Mesh, dtype: torch.dtype, flow_shift: float | None) -> Any:
+def load_pipeline(
+    folder: Path, pipeline: str, mesh: Mesh, dtype: torch.dtype, flow_shift: float | None, denoising: DenoisingTime
+) -> Any:
     """The pipeline of a folder on one rank: transformers on all, text encoder, image encoder and VAE on the first.
 
     Transformers and text encoder are in `dtype`, VAE and image encoder in fp32, as their cards advise. The other
-    ranks have the VAE's configuration without its weights.
+    ranks have the VAE's configuration without its weights. denoising: is told the time of each step.
     """
     absent: dict[str, Any] = {}
     if mesh.rank != FIRST:
@@ -108,6 +125,7 @@ def load_pipeline(folder: Path, pipeline: str, mesh: Mesh, dtype: torch.dtype, f
         **absent,
     )
     pipe.mesh = mesh
+    pipe.denoising = denoising
     pipe.set_progress_bar_config(disable=True)
     for module in pipe.components.values():
         if isinstance(module, torch.nn.Module) and (mesh.rank == FIRST or module is not pipe.vae):
@@ -174,6 +192,7 @@ def clocked(pipe: Any, clock: PhaseClock) -> Iterator[None]:
         yield
     finally:
         clock.enter(None)
+        pipe.denoising.end()
 
 
 def denoise(pipe: Any, request: Request, clock: PhaseClock, on_step: Callable[[int, float], None]) -> torch.Tensor:
@@ -184,6 +203,7 @@ def denoise(pipe: Any, request: Request, clock: PhaseClock, on_step: Callable[[i
 
     def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         nonlocal last
+        pipe.denoising.advance()
         if pipe.mesh.device.type == "cuda":
             torch.cuda.synchronize(pipe.mesh.device)  # or the estimate would be of launches, not of steps
         now = time.perf_counter()

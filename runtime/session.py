@@ -19,6 +19,7 @@ from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, PlacementError, RankPlace
 from runtime.group import RankGroup
 from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
+from runtime.placement import CPU_RANKS, least_world_size
 from runtime.preflight import Ground, check_without_ray, is_local, survey
 from runtime.report import SelectionReport, merge
 from runtime.requests import Generation, Request
@@ -200,7 +201,7 @@ def _connect(config: RunConfig, starter: StarterThread) -> None:
     remedy = "start one with `ray start --head` and give its HOST:PORT, or use cluster.address=local"
     if address != "local" and not ray_api.inside_job() and not ray_api.answers_as_ray(address):
         raise PlacementError([Fault("cluster.address", address, "no Ray cluster answers there", remedy)])
-    ranks = config.parallel.world_size or 2
+    ranks = config.parallel.world_size or max(least_world_size(config.parallel), CPU_RANKS)
     with signals_held(repeat=True):
         try:
             starter.run(lambda: ray_api.connect(address, ranks))

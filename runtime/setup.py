@@ -24,7 +24,7 @@ class RankSpec:
     ordinal: of its GPU among those that the process sees. host: its node's address. several_nodes: whether the group
     spans more than one. store: host and port of the store that the first rank keeps.
     backends: name -> class path, the only ones that it knows. timeout_s: of joining, and of any collective.
-    agreement: what the ranks settled on for automatic roles, once they have.
+    agreement: what the ranks settled on, once they have.
     """
 
     rank: int
@@ -47,7 +47,8 @@ class Wired:
     """What a rank has resolved on its own facts, before any collective of the model: a selection and its layers, by
     model.
 
-    candidates: of the roles that are left to the platform, all that this rank could run, best first.
+    candidates: of the roles that are left to the platform, or may fall back to it, all that this rank could run, best
+    first.
     """
 
     rows: tuple[Row, ...]
@@ -56,7 +57,7 @@ class Wired:
 
 
 def negotiate(resolved: Mapping[int, Wired], places: Sequence[RankPlace]) -> Agreement:
-    """For each automatic role that ranks resolved differently, the first rank's best candidate that is valid on all.
+    """For each role that may be settled and ranks resolved differently, the first rank's best candidate that all have.
 
     A role without one is left out: it stays a disagreement.
     """
@@ -93,7 +94,8 @@ def _passed_over(
 
 def _reasons(choice: Choice, other: Wired, key: RoleKey, place: RankPlace) -> tuple[Fault, ...]:
     """Why a rank cannot run a choice of another one."""
-    listed = [r.faults for r in other.candidates[key].rejected if r.backend == choice.backend]
+    rejected = other.candidates[key].rejected
+    listed = [r.faults for r in rejected if r.backend == choice.backend and r.variant in ("", choice.variant)]
     rule = f"{choice.backend}/{choice.variant} is not among the candidates of {other.device.label}"
     faults = listed[0] if listed else (Fault("device", other.device.label, rule, "name a backend for the role"),)
     return tuple(replace(fault, rule=f"on {place}: {fault.rule}") for fault in faults)

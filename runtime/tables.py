@@ -20,6 +20,7 @@ from backends.platforms.facts import DeviceFacts, parse_device
 from backends.platforms.policy import priority
 from backends.registry import Registry
 from backends.requirements import MaskKind
+from backends.variant import DTYPES
 from configs.faults import FaultError
 from parallel.planner import RINGS
 
@@ -40,7 +41,6 @@ DEVICES = (
     ),
 )
 """A chip of every platform and generation that some declaration or policy tells from another."""
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
 STRATEGIES = ("local", "ulysses", "ring", "gather_kv")

@@ -89,29 +89,40 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def written(page: str, tables: Tables, path: Path) -> str:
-    """The page with the tables between its marks. Raises FaultError if it does not have both marks once."""
+def written(page: str, tables: Tables, path: Path, option: str) -> str:
+    """The page with the tables between its marks. option: that named the page. Raises FaultError if it does not have
+    both marks once.
+    """
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         rule = "has no place for the tables"
-        raise FaultError([Fault("--check", path, rule, f"put the lines {BEGIN} and {END} there, once each")])
+        raise FaultError([Fault(option, path, rule, f"put the lines {BEGIN} and {END} there, once each")])
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n{markdown(tables)}\n\n{END}{rest.split(END)[1]}"
 
 
 def drift(page: str, tables: Tables, path: Path) -> list[str]:
     """The lines in which a page differs from what the predicates say, as a diff; none if it is true."""
-    fresh = written(page, tables, path)
+    fresh = written(page, tables, path, "--check")
     lines = difflib.unified_diff(page.splitlines(), fresh.splitlines(), str(path), "what the backends say", "", "", 0)
     return list(lines)
 
 
-def read_page(path: Path) -> str:
-    """The text of a page. Raises FaultError if it cannot be read."""
+def read_page(path: Path, option: str) -> str:
+    """The text of a page. option: that named it. Raises FaultError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
-        raise FaultError([Fault("--check", path, rule, "give a Markdown file")]) from error
+        raise FaultError([Fault(option, path, rule, "give a Markdown file")]) from error
+
+
+def write_page(path: Path, content: str, option: str) -> None:
+    """Replace a page. option: that named it. Raises FaultError if it cannot be written."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror})"
+        raise FaultError([Fault(option, path, rule, "give a file that you may change")]) from error
 
 
 def text(tables: Tables) -> str:

@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from backends.layer_facts import DenoisingTime
 from backends.platforms.facts import DeviceFacts, installed
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
@@ -25,7 +26,7 @@ from parallel.mesh import open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
 from parallel.transport.torch_dist import TorchTransport
-from runtime.model_folder import BUILT_IN_PREFIX, folder_of
+from runtime.model_folder import BUILT_IN_PREFIX, folder_of, read_folder
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
 from runtime.resolve import resolved_roles
@@ -83,9 +84,11 @@ class Rank:
         emit(Phase("load"))
         dtype: torch.dtype = getattr(torch, spec.dtype)
         make = spec.config.generate
-        self.pipe = load_pipeline(folder, spec.pipeline, self.mesh, dtype, make.flow_shift)
+        denoising = DenoisingTime()
+        self.pipe = load_pipeline(folder, spec.pipeline, self.mesh, dtype, make.flow_shift, denoising)
         self._emit = emit
         registry = Registry.exactly(spec.backends)
+        models = read_folder(spec.config.model.path, weights=False).models
         self.transport = self.transport_class(self.mesh)
         context = AttentionContext(
             mesh=self.mesh,
@@ -96,6 +99,8 @@ class Rank:
             dtype=spec.dtype,
             emit=lambda event: self._emit(event),
             agreement=spec.agreement,
+            calibrations={name: facts.calibration for name, facts in models.items()},
+            denoising=denoising,
             parallel=spec.config.parallel,
         )
         for name in ("transformer", "transformer_2"):

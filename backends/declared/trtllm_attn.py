@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from backends.interface import AttentionBackend, Capabilities, HeadSizes, Requirements, Variant
 from backends.options import Blocks, option
+from backends.skip_softmax import SkipSoftmax
 from backends.variant import Exactness
-from configs.checks import Refusal, choice, real
+from configs.checks import Refusal, choice
 from configs.faults import Fault
 
 BLOCK_SIZES = (1, 4, 16)
@@ -31,17 +32,6 @@ def _block_size(value: Any, source: str) -> Any:
     if type(value) is int and value in BLOCK_SIZES:
         return value
     return Refusal("takes 1, 4 or 16, the blocks that kernels exist for", "use one of these", ("1", "4", "16"))
-
-
-@dataclass(frozen=True)
-class SkipSoftmax:
-    """Leave out blocks of keys that hardly matter (arXiv:2512.12087).
-
-    threshold: the weight, relative to the row's largest so far, below which all of a block has to be for that; 0 skips
-    nothing.
-    """
-
-    threshold: float | None = option(real(0))
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class TrtllmAttnBackend(AttentionBackend):
 
     @classmethod
     def option_faults(cls, variant: Variant, required: Requirements, blocks: Blocks) -> Iterator[Fault]:
-        dtype, threshold = _dtype_qk(blocks), _threshold(blocks)
+        dtype, skips = _dtype_qk(blocks), _skips(blocks)
         if dtype == "int8" and variant.name != "sm100":
             rule = (
                 f"the int8 kernels are for compute capability 10.0 only, and this is for {' and '.join(variant.chips)}"
@@ -100,18 +90,18 @@ class TrtllmAttnBackend(AttentionBackend):
         if dtype is not None and required.causal:
             rule = "the quantised kernels are not for causal attention"
             yield Fault("quant.dtype_qk", dtype, rule, "leave quant out for this role")
-        if threshold and dtype is not None:
+        if skips is not None and dtype is not None:
             rule = f"no kernel is published that also takes quant.dtype_qk={dtype}"
-            yield Fault("skip_softmax.threshold", threshold, rule, "leave one of the two out")
-        if threshold and required.packed:
+            yield Fault(f"skip_softmax.{skips[0]}", skips[1], rule, "leave one of the two out")
+        if skips is not None and skips[0] == "threshold" and required.packed:
             rule = "it holds for one number of keys, and packed documents have several"
-            yield Fault("skip_softmax.threshold", threshold, rule, "leave it out for this role")
+            yield Fault("skip_softmax.threshold", skips[1], rule, "leave it out for this role")
 
     @classmethod
     def exactness_of(cls, variant: Variant, blocks: Blocks) -> Exactness:
         if _dtype_qk(blocks) is not None:
             return "lossy-quantised"
-        return "lossy-sparse" if _threshold(blocks) else variant.exactness
+        return "lossy-sparse" if _skips(blocks) is not None else variant.exactness
 
 
 def _dtype_qk(blocks: Blocks) -> str | None:
@@ -119,6 +109,6 @@ def _dtype_qk(blocks: Blocks) -> str | None:
     return None if quant is None else quant.dtype_qk
 
 
-def _threshold(blocks: Blocks) -> float:
+def _skips(blocks: Blocks) -> tuple[str, float] | None:
     skip: SkipSoftmax | None = dict(blocks).get("skip_softmax")
-    return 0.0 if skip is None else skip.threshold or 0.0
+    return None if skip is None else skip.setting

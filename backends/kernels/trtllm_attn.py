@@ -10,8 +10,10 @@ from backends.interface import AttentionMetadata, CallShape
 from backends.kernels.packages import PackageImpl, imported
 from backends.kernels.ragged import PlacedCall, RaggedCall, RaggedImpl
 from backends.kernels.workspaces import Workspace
+from backends.skip_softmax import LayerSkip
 
 _WORKSPACE = Workspace(128 << 20)
+_DENSE = LayerSkip()
 _QUANTISED = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -20,7 +22,8 @@ _QUANTISE = "flashinfer.prefill.trtllm_sage_attention_quantize"
 
 class TrtllmAttnImpl(RaggedImpl, PackageImpl):
     """With `quant`, Q and K become int8 or fp8 with a scale for each block of rows, and V fp8 with one for each
-    channel (SageAttention). With `skip_softmax`, blocks of keys whose weights stay below the threshold are skipped.
+    channel (SageAttention). With `skip_softmax` (a `LayerSkip`), blocks of keys whose weights stay below a
+    threshold are skipped.
     """
 
     path = "flashinfer.prefill.trtllm_ragged_attention_deepseek"
@@ -70,7 +73,7 @@ class TrtllmAttnImpl(RaggedImpl, PackageImpl):
             enable_pdl=None,
             is_causal=self.causal,
             return_lse=False,
-            skip_softmax_threshold_scale_factor=self._skip_factor(call),
+            skip_softmax_threshold_scale_factor=self._skip.factor(max(call.key_lengths)),
             q_seq_lens_cpu=torch.tensor(call.query_lengths, dtype=torch.int32),
             kv_seq_lens_cpu=torch.tensor(call.key_lengths, dtype=torch.int32),
             **scales,
@@ -107,18 +110,15 @@ class TrtllmAttnImpl(RaggedImpl, PackageImpl):
         return None if quant is None else quant.dtype_qk
 
     @property
-    def _threshold(self) -> float:
-        skip = self.options.get("skip_softmax")
-        return 0.0 if skip is None else skip.threshold or 0.0
-
-    def _skip_factor(self, call: RaggedCall) -> float | None:
-        """The kernel divides it by the number of keys."""
-        return self._threshold * max(call.key_lengths) if self._threshold > 0 else None
+    def _skip(self) -> LayerSkip:
+        found: LayerSkip = self.options.get("skip_softmax", _DENSE)
+        return found
 
     def _check(self, call: RaggedCall) -> None:
-        if self._threshold > 0 and len(set(call.key_lengths)) > 1:
+        threshold = self._skip.threshold
+        if threshold > 0 and len(set(call.key_lengths)) > 1:
             raise ValueError(
-                f"skip_softmax.threshold={self._threshold}: it holds for one number of keys, and the documents have "
+                f"skip_softmax.threshold={threshold}: it holds for one number of keys, and the documents have "
                 f"{call.key_lengths}; leave it out for this role"
             )
         if self._dtype_qk is None:

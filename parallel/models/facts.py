@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.calibration import Calibration, Uncalibrated
 from backends.requirements import Kind
 
 
@@ -23,10 +24,14 @@ class RoleFacts:
     allow_trtllm_default: bool = False
 
 
+UNREAD = Uncalibrated("nobody has read its config.json for one")
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """patch: latent frames, rows and columns of one token. axis_limit: how many tokens an axis of the video may have.
-    kv_heads: of self-attention, where they are fewer than its query heads.
+    kv_heads: of self-attention, where they are fewer than its query heads. calibration: that its
+    checkpoint carries, for options that need one.
     """
 
     roles: tuple[RoleFacts, ...]
@@ -34,6 +39,7 @@ class ModelFacts:
     patch: tuple[int, int, int]
     axis_limit: int
     kv_heads: int | None = None
+    calibration: Calibration | Uncalibrated = UNREAD
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """The sequence length of a latent of so many frames, rows and columns."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from backends.calibration import read_calibration
 from configs.faults import Fault, FaultError
 from parallel.models.facts import ModelFacts, RoleFacts
 
@@ -41,7 +42,7 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size, True)
         for role, kind in names
     )
-    return ModelFacts(roles, heads, (frames, rows, columns), axis_limit)
+    return ModelFacts(roles, heads, (frames, rows, columns), axis_limit, calibration=read_calibration(config))
 
 
 def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:

@@ -29,7 +29,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Outcome:
     """errors: by what was compared (output, lse, gradient, lse_gradient); each is at most its tolerance if the case
-    passes. fault: why it does not. refused: why the kernel's own plan takes no call of these lengths. synchronises: the call waits for the device.
+    passes. fault: why it does not. refused: why the kernel's own plan takes no call of these lengths. synchronises:
+    the call waits for the device.
     """
 
     claim: str

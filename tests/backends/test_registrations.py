@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backends import registrations
+from backends.declarations import check
 from backends.declared.torch_sdpa import TorchSdpaBackend
-from backends.interface import AttentionBackend, Requirements, Validation, Variant
+from backends.interface import AttentionBackend, Capabilities, Requirements, Validation, Variant
 from backends.platforms.facts import DeviceFacts
 from backends.registrations import register_diffusion_backend, registered
 from backends.registry import DiffusionAttentionBackendEnum, Registry
@@ -50,6 +52,38 @@ class NotATuple(Mine):
 
 class TextForATuple(Mine):
     variants = (Variant("mine", "a.B", distributions="flash-attn"),)  # type: ignore[arg-type]
+
+
+def mine(**changes: Any) -> tuple[Variant, ...]:
+    return (Variant("mine", "backends.kernels.reference.ReferenceImpl", **changes),)
+
+
+class OddChip(Mine):
+    variants = mine(chips=("cuda:9.0", "cud:9.0"))
+
+
+class ChipWithoutMinor(Mine):
+    variants = mine(chips=("cuda:9",))
+
+
+class ChipOfAPlatformWithoutAny(Mine):
+    variants = mine(chips=("cpu:1.0",))
+
+
+class OddRunOn(Mine):
+    variants = mine(run_on=("CUDA:9.0",))
+
+
+class OddDtype(Mine):
+    variants = mine(takes=Capabilities(dtypes=("bfloat16", "bf16")))
+
+
+class DtypeIsText(Mine):
+    variants = mine(takes=Capabilities(dtypes="bfloat16"))  # type: ignore[arg-type]
+
+
+class OddMask(Mine):
+    variants = mine(takes=Capabilities(masks=("none", "key_paddng")))  # type: ignore[arg-type]
 
 
 class NameIsText(Mine):
@@ -188,6 +222,13 @@ def test_a_reloaded_module_gives_its_new_class(monkeypatch: pytest.MonkeyPatch) 
         (f"{HERE}.OddlyCalled", "its validate takes (required"),
         (f"{HERE}.NotATuple", "its variants are not a tuple of Variant"),
         (f"{HERE}.TextForATuple", "distributions of its variant mine is 'flash-attn', not a tuple"),
+        (f"{HERE}.OddChip", "'cud:9.0' in chips of its variant mine is no chip; did you mean the platform cuda?"),
+        (f"{HERE}.ChipWithoutMinor", "'cuda:9' in chips of its variant mine is no chip; write cuda, cuda:9.0"),
+        (f"{HERE}.ChipOfAPlatformWithoutAny", "'cpu:1.0' in chips of its variant mine is no chip"),
+        (f"{HERE}.OddRunOn", "'CUDA:9.0' in run_on of its variant mine is no chip; did you mean the platform cuda?"),
+        (f"{HERE}.OddDtype", "'bf16' in dtypes of its variant mine is none of float64, float32, bfloat16, float16"),
+        (f"{HERE}.DtypeIsText", "dtypes of its variant mine is 'bfloat16', not a tuple; write dtypes=(...,)"),
+        (f"{HERE}.OddMask", "'key_paddng' in masks of its variant mine is none of none, key_padding, full, per_head"),
         (f"{HERE}.NameIsText", "its get_name is not a method"),
         (f"{HERE}.Nameless", "its get_name() raises ZeroDivisionError"),
         (f"{HERE}.ReturnsNone", "has no get_name() of its own"),
@@ -198,6 +239,14 @@ def test_what_is_no_backend_is_refused_at_registration(path: str, message: str) 
         register_diffusion_backend("MINE", path)
     assert message in str(caught.value)
     assert registered() == {}
+
+
+@pytest.mark.parametrize(
+    "chip", ["cpu", "cuda", "cuda:9.0", "cuda:10.x", "rocm", "rocm:gfx90a", "musa:3.1", "npu", "xpu"]
+)
+def test_every_spelling_of_a_device_is_a_chip(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mine, "variants", mine(chips=(chip,)))
+    assert check("MINE", f"{HERE}.Mine", Mine) is Mine
 
 
 def test_an_installed_package_brings_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

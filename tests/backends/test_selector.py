@@ -10,11 +10,12 @@ from backends.declared.cudnn_attn import CudnnAttnBackend
 from backends.declared.flash_attn import FlashAttnBackend
 from backends.declared.reference import ReferenceBackend
 from backends.declared.torch_sdpa import TorchSdpaBackend
+from backends.entries import resolve_entry
 from backends.interface import Requirements
 from backends.platforms.facts import DeviceFacts
 from backends.platforms.policy import priority
 from backends.registry import Registry
-from backends.selector import get_attn_backend_for_role, resolve_entry, select
+from backends.selector import get_attn_backend_for_role, select
 from configs.faults import FaultError
 from configs.schema import AUTO, AttentionConfig, AttentionSpec
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from backends.declared.flashinfer_attn import FlashinferQuant
-from backends.declared.trtllm_attn import SkipSoftmax, TrtllmQuant
+from backends.declared.trtllm_attn import TrtllmQuant
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.requirements import Requirements
 from backends.selection import Selection
 from backends.selector import Selector
+from backends.skip_softmax import SkipSoftmax
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 
@@ -86,10 +87,29 @@ def test_any_other_number_is_a_threshold(value: float) -> None:
     assert (name, block) == ("skip_softmax", SkipSoftmax(float(value)))
 
 
-@pytest.mark.parametrize("field", ["target_sparsity", "disabled_until_timestep", "thresold"])
-def test_what_nothing_would_consume_is_no_field(field: str) -> None:
-    found = fault("TRTLLM_ATTN", {"skip_softmax": {field: 0.5, "threshold": 0.1}})
-    assert (found.key, found.rule) == (f"attention.default.skip_softmax.{field}", f"skip_softmax has no {field}")
+def test_what_nothing_would_consume_is_no_field() -> None:
+    found = fault("TRTLLM_ATTN", {"skip_softmax": {"thresold": 0.5, "threshold": 0.1}})
+    assert (found.key, found.rule) == ("attention.default.skip_softmax.thresold", "skip_softmax has no thresold")
+
+
+@pytest.mark.parametrize("field", ["target_sparsity", "disabled_until_timestep"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.inf, math.nan, True, "0.5"])
+def test_parts_of_a_whole_are_numbers_from_zero_to_one(field: str, value: Any) -> None:
+    found = fault("TRTLLM_ATTN", {"skip_softmax": {field: value}})
+    assert found.key == f"attention.default.skip_softmax.{field}"
+    assert found.rule == "takes a finite number of at least 0 and at most 1"
+
+
+def test_a_threshold_and_a_target_exclude_each_other() -> None:
+    found = fault("TRTLLM_ATTN", {"skip_softmax": {"threshold": 0, "target_sparsity": 0.5}})
+    assert found.key == "attention.default.skip_softmax"
+    assert found.rule == "threshold=0 and target_sparsity=0.5 both say what is skipped"
+    assert found.remedy == "keep one of the two"
+
+
+def test_a_time_alone_is_refused_as_it_would_do_nothing() -> None:
+    found = fault("TRTLLM_ATTN", {"skip_softmax": {"disabled_until_timestep": 0.5}})
+    assert found.rule == "disabled_until_timestep=0.5 says when, and nothing says what is skipped"
 
 
 @pytest.mark.parametrize("value", ["float16", "bfloat16", "fp4", "INT8", 8, True])
@@ -166,6 +186,8 @@ def test_every_fault_of_the_blocks_is_found_at_once() -> None:
         ("TRTLLM_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, "lossy-quantised"),
         ("TRTLLM_ATTN", {"skip_softmax": {"threshold": 0.0}}, "exact"),
         ("TRTLLM_ATTN", {"skip_softmax": {"threshold": 0.001}}, "lossy-sparse"),
+        ("TRTLLM_ATTN", {"skip_softmax": {"target_sparsity": 0.0}}, "lossy-sparse"),
+        ("TRTLLM_ATTN", {"skip_softmax": {"target_sparsity": 0.5, "disabled_until_timestep": 0.9}}, "lossy-sparse"),
         ("FLASHINFER_ATTN", {"quant": {"dtype_qk": "float16", "dtype_vo": "float16"}}, "exact"),
         ("FLASHINFER_ATTN", {"quant": {"dtype_vo": "fp8_e4m3"}}, "lossy-quantised"),
     ],
@@ -176,9 +198,10 @@ def test_the_selection_says_whether_the_result_is_exact(
     assert select(backend, blocks).exactness == exactness
 
 
-def test_quantised_kernels_skip_nothing() -> None:
-    found = fault("TRTLLM_ATTN", {"skip_softmax": {"threshold": 0.1}, "quant": {"dtype_qk": "int8"}})
-    assert found.key == "attention.default.skip_softmax.threshold"
+@pytest.mark.parametrize("field", ["threshold", "target_sparsity"])
+def test_quantised_kernels_skip_nothing(field: str) -> None:
+    found = fault("TRTLLM_ATTN", {"skip_softmax": {field: 0.1}, "quant": {"dtype_qk": "int8"}})
+    assert found.key == f"attention.default.skip_softmax.{field}"
     assert "no kernel is published that also takes quant.dtype_qk=int8" in found.rule
 
 
@@ -204,6 +227,11 @@ def test_what_the_kernels_do_not_combine_is_refused(
     blocks: Mapping[str, Any], changes: Mapping[str, Any], rule: str
 ) -> None:
     assert fault("TRTLLM_ATTN", blocks, required=needs(**changes)).rule.startswith(rule)
+
+
+def test_a_calibrated_factor_holds_for_packed_documents_of_any_length() -> None:
+    blocks = {"skip_softmax": {"target_sparsity": 0.5}}
+    assert select("TRTLLM_ATTN", blocks, required=needs(packed=True)).exactness == "lossy-sparse"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from backends.declared.trtllm_attn import SkipSoftmax, TrtllmQuant
+from backends.declared.trtllm_attn import TrtllmQuant
 from backends.interface import AttentionMetadata, CallShape, PackedLengths
 from backends.kernels.masking import whole_mask
 from backends.kernels.packages import imported
 from backends.kernels.reference import plain_attention
 from backends.kernels.trtllm_attn import TrtllmAttnImpl
+from backends.layer_facts import DenoisingTime
+from backends.skip_softmax import LayerSkip
 from tests.backends.vendor_doubles import Trtllm, put
 from tests.exact import random_qkv, relative_error
 
@@ -167,14 +169,38 @@ def test_without_dtype_qk_nothing_is_quantised(flashinfer: Trtllm) -> None:
 # --- skip_softmax -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("threshold", "factor"), [(None, None), (0.0, None), (0.002, 0.002 * 41)])
-def test_the_threshold_is_given_per_key(threshold: float | None, factor: float | None, flashinfer: Trtllm) -> None:
-    run(impl_of(skip_softmax=SkipSoftmax(threshold)), draw(2, 5, 41))
+@pytest.mark.parametrize(
+    ("skip", "factor"),
+    [(LayerSkip(), None), (LayerSkip(threshold=0.002), 0.002 * 41), (LayerSkip(calibrated=12182.5), 12182.5)],
+)
+def test_a_threshold_is_given_per_key_and_a_calibrated_factor_as_it_is(
+    skip: LayerSkip, factor: float | None, flashinfer: Trtllm
+) -> None:
+    run(impl_of(skip_softmax=skip), draw(2, 5, 41))
     assert flashinfer.calls[0]["skip_softmax_threshold_scale_factor"] == factor
 
 
 def test_the_threshold_holds_for_one_number_of_keys() -> None:
-    impl = impl_of(skip_softmax=SkipSoftmax(0.1))
+    impl = impl_of(skip_softmax=LayerSkip(threshold=0.1))
     metadata = AttentionMetadata(packed=PackedLengths((5, 5), (4, 6)))
     with pytest.raises(ValueError, match=r"skip_softmax.threshold=0.1: .* have \(4, 6\); leave it out"):
         run(impl, draw(1, 10, 10), metadata)
+
+
+def test_the_time_of_each_call_decides_whether_it_skips(flashinfer: Trtllm) -> None:
+    time = DenoisingTime()
+    impl = impl_of(skip_softmax=LayerSkip(calibrated=9.0, until=0.8, denoising=time))
+    time.begin([0.9, 0.8])
+    run(impl, draw(1, 5, 5))
+    time.advance()
+    run(impl, draw(1, 5, 5))
+    assert [call["skip_softmax_threshold_scale_factor"] for call in flashinfer.calls] == [None, 9.0]
+    time.end()
+    with pytest.raises(ValueError, match="the denoising time is not known"):
+        run(impl, draw(1, 5, 5))
+
+
+def test_documents_of_any_length_share_a_calibrated_factor(flashinfer: Trtllm) -> None:
+    metadata = AttentionMetadata(packed=PackedLengths((5, 5), (4, 6)))
+    run(impl_of(skip_softmax=LayerSkip(calibrated=9.0)), draw(1, 10, 10), metadata)
+    assert flashinfer.calls[0]["skip_softmax_threshold_scale_factor"] == 9.0

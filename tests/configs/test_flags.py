@@ -126,7 +126,9 @@ def test_the_short_option_goes_with_itself_and_with_other_keys() -> None:
         (("-ac", '{"per_role": "REFERENCE"}'), "is a mapping from roles to backends"),
         (("-ac", '{"default": "A", "default": "B"}'), "it has the key 'default' twice"),
         (("-ac", '{"per_role": {"a": "A", "a": "B"}}'), "it has the key 'a' twice"),
-        (("-ac", '{"a":' * 40 + "1" + "}" * 40), "has more than 32 mappings"),
+        (("-ac", '{"a":' * 40 + "1" + "}" * 40), "is nested more than 32 deep"),
+        (("-ac", '{"a":' + "[" * 900 + "]" * 900 + "}"), "is nested more than 32 deep"),
+        (("-ac", '{"a":' + "[" * 9000 + "]" * 9000 + "}"), "is n"),
         (("-ac", '{"per_role.": "A"}'), "has the key 'per_role.', which is not names joined by dots"),
         (("-ac.register.", "a.B"), "is not names joined by dots"),
         (("--attention-backend", "A,B"), "is a sweep"),
@@ -166,3 +168,11 @@ def test_the_command_takes_the_options_and_corrects_them() -> None:
         wrong = raylysses("explain", option, "TORCH_SPDA")
         assert wrong.code == 2
         assert message in wrong.err
+
+
+def test_a_long_text_is_not_repeated_and_many_roles_are_no_depth() -> None:
+    roles = ", ".join(f'"r{number}": {{"backend": "A"}}' for number in range(100))
+    config, faults = compose(["generate.prompt=x", "-ac", f'{{"per_role": {{{roles}}}}}'], environ={})
+    assert (faults, config is not None and len(config.attention.per_role)) == ((), 100)
+    _, (fault,) = compose(["generate.prompt=x", "-ac", "[" * 5000 + "]" * 5000], environ={})
+    assert len(str(fault)) < 500

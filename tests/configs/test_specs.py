@@ -32,6 +32,24 @@ class Quant:
     skip: tuple[int, ...] | None = None
 
 
+@pytest.mark.parametrize(
+    ("register", "key", "rule"),
+    [
+        (None, "attention.register", "is a mapping from names to class paths"),
+        (5, "attention.register", "is a mapping from names to class paths"),
+        ({1: "a.B"}, "attention.register", "is a mapping from names to class paths"),
+        ({"A": "x"}, "attention.register.A", "takes the dotted path of a class"),
+        ({"A": int}, "attention.register.A", "takes the dotted path of a class"),
+        ({"Auto": "a.B"}, "attention.register.Auto", "is not a name of a backend"),
+        ({"A b": "a.B"}, "attention.register.A b", "is not a name of a backend"),
+    ],
+)
+def test_registrations_from_python_are_checked_as_those_of_the_command_line(register: Any, key: str, rule: str) -> None:
+    for others in ({}, {"default": "X"}):
+        assert faults_of(register=register, **others)[key].startswith(rule)
+    assert AttentionConfig(register={"A": "a.B"}, default="X").register == {"A": "a.B"}  # type: ignore[arg-type]
+
+
 def faults_of(**fields: Any) -> dict[str, str]:
     with pytest.raises(FaultError) as caught:
         AttentionConfig(**fields)

@@ -106,6 +106,24 @@ def test_a_choice_for_a_role_that_computes_itself_is_refused() -> None:
         layer_of(own, role="own", custom_attention=FirstKey(), skip_sequence_parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "key"),
+    [
+        (AttentionConfig(per_role={"self": AttentionSpec("TORCH_SDPA")}), "attention.per_role.self"),
+        (AttentionConfig(default=AttentionSpec("TORCH_SDPA")), "attention.default"),
+    ],
+)
+def test_a_choice_for_many_roles_that_one_does_not_use_is_told(chosen: AttentionConfig, key: str) -> None:
+    own = type(context_of())(**{**_fields(context_of()), "config": chosen})
+    layer = layer_of(own, role="own", custom_attention=FirstKey(), skip_sequence_parallel=True)
+    told = layer.selection
+    assert (told.requested, told.backend, told.source, told.key) == ("TORCH_SDPA", "custom_attention", "model", key)
+    (rejected,) = told.rejected
+    assert rejected.backend == "TORCH_SDPA"
+    assert rejected.faults[0].rule == f"own computes with the model's own {__name__}.FirstKey"
+    assert layer.execution_path().fallback is None
+
+
 def _fields(context: Any) -> dict[str, Any]:
     return {name: getattr(context, name) for name in type(context).__dataclass_fields__}
 
@@ -326,7 +344,7 @@ def test_a_kernel_that_cannot_be_imported_is_passed_over_and_an_explicit_one_ref
     assert layer_of(context_of(register=broken)).selection.variant == "whole"
     only = AttentionConfig(default=AttentionSpec("TORCH_SDPA", version=1))
     context = context_of(register=broken)
-    with pytest.raises(FaultError, match=r"cannot be imported here \(OSError: libbroken\.so: .*; use TORCH_SDPA"):
+    with pytest.raises(FaultError, match=r"cannot be imported here \(OSError: libbroken\.so: .*; use REFERENCE"):
         layer_of(type(context)(**{**_fields(context), "config": only}))
 
 

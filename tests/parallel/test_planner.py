@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.interface import Features, Kind, Requirements
+from backends.interface import Capabilities, Features, Kind, Requirements
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
+from backends.selection import Agreed, Choice
 from backends.selector import Selector
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec, ParallelConfig
@@ -201,6 +202,31 @@ def test_causal_blocks_of_several_streams_have_no_order() -> None:
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
     with pytest.raises(FaultError, match="8 query heads are no multiple of 3 KV heads"):
         planned("self", 8, 3, 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_size"])
+def test_sizes_that_no_layer_has_are_refused(name: str, value: Any) -> None:
+    call = replace(RoleCall("self", 8, 8, 64, "float32"), **{name: value})
+    with pytest.raises(FaultError) as caught:
+        choose(call, 2, AUTO, lambda required: pytest.fail("a backend was asked"))
+    (fault,) = caught.value.faults
+    assert (fault.key, fault.value) == (name if name == "head_size" else f"num_{name}", repr(value))
+    assert (fault.rule, fault.remedy) == ("it is a whole number of at least 1", "give the model's own")
+
+
+def test_no_kv_heads_are_a_fault_of_every_backend_and_no_division() -> None:
+    (fault,) = Capabilities().faults(Requirements(64, 8, 0, "float32", "self"))
+    assert (fault.key, fault.value) == ("num_kv_heads", 0)
+
+
+def test_a_strategy_on_whose_backend_the_ranks_settled_stays() -> None:
+    call = RoleCall("self", 5, 5, 64, "float32")
+    uneven = call.required(Way("ulysses", Grid(3)))
+    agreement = {("role", uneven): Agreed(Choice("REFERENCE", "plain", "backends.declared.reference.ReferenceBackend"))}
+    selector = Selector(DeviceFacts("cpu"), AttentionConfig(), Registry(), agreement)
+    found = choose(call, 3, AUTO, lambda required: selector.select("role", required))
+    assert (found.way, found.selection.backend) == (Way("ulysses", Grid(3)), "REFERENCE")
 
 
 def test_causal_cross_attention_is_refused_on_ranks_that_hold_part_of_the_rows() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from configs.faults import FaultError
+from configs.schema import ParallelConfig
 from parallel.agreement import RankDisagreementError
 from parallel.events import AttentionRan, Traffic
 from parallel.mesh import Mesh
@@ -98,9 +99,11 @@ def inputs_of(config: Mapping[str, Any], latent: Latent, per_token: bool, batch:
     return inputs
 
 
-def wired(mesh: Mesh, path: Path) -> tuple[Any, ShardedModel, list[AttentionRan]]:
+def wired(
+    mesh: Mesh, path: Path, parallel: ParallelConfig | None = None
+) -> tuple[Any, ShardedModel, list[AttentionRan]]:
     model = load(path)
-    context, events = collecting(mesh)
+    context, events = collecting(mesh, parallel=parallel)
     return model, wan.wire(model, context, path.name), events
 
 
@@ -110,9 +113,11 @@ def stock_output(path: Path, name: str, latent: Latent, batch: int = 1) -> torch
     return out
 
 
-def sharded_run(mesh: Mesh, path: Path, latent: Latent, per_token: bool, batch: int) -> dict[str, Any]:
+def sharded_run(
+    mesh: Mesh, path: Path, latent: Latent, per_token: bool, batch: int, parallel: ParallelConfig | None = None
+) -> dict[str, Any]:
     """Two forwards of a wired transformer, and all that it tells."""
-    model, sharded, events = wired(mesh, path)
+    model, sharded, events = wired(mesh, path, parallel)
     embedded: list[int] = []
     model.condition_embedder.register_forward_pre_hook(lambda _, args: embedded.append(args[0].numel()))
     inputs = inputs_of(model.config, latent, per_token, batch)
@@ -186,6 +191,47 @@ def test_a_wired_model_on_many_ranks_gives_the_librarys_own_answer(
             else:
                 assert event.query == event.query_rows
                 assert event.key == (batch, keys, heads, size)
+
+
+STRATEGIES = {
+    "auto": ParallelConfig(),
+    "ulysses": ParallelConfig(strategy="ulysses"),
+    "ring": ParallelConfig(strategy="ring"),
+    "gather_kv": ParallelConfig(strategy="gather_kv"),
+    "ulysses x ring": ParallelConfig(ulysses=2),
+    "ulysses x gather_kv": ParallelConfig(ulysses=2, strategy="gather_kv"),
+}
+
+
+def run_each(mesh: Mesh, path: Path, latent: Latent) -> dict[str, dict[str, Any]]:
+    """A forward under each strategy that these ranks can have."""
+    ran = {}
+    for name, parallel in STRATEGIES.items():
+        if parallel.ulysses is not None and (mesh.world_size % parallel.ulysses or mesh.world_size == parallel.ulysses):
+            continue
+        model, sharded, events = wired(mesh, path, parallel)
+        out = model(**inputs_of(model.config, latent, False), return_dict=False)[0]
+        planned, measured = sharded.take_planned()[0], sharded.context.transport.take_traffic()
+        (strategy,) = {event.strategy for event in events if event.selection.role == "self"}
+        ran[name] = {"out": out, "counted": planned == measured, "rows": sharded.rows, "strategy": strategy}
+    return ran
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+def test_every_strategy_gives_the_librarys_own_answer(
+    transformers: Callable[[str], Path], gloo_ranks: GlooRanks, world_size: int
+) -> None:
+    path = transformers("tiny-wan")
+    stock = stock_output(path, "tiny-wan", TOKENS_175)
+    results = gloo_ranks(world_size).run(run_each, path, TOKENS_175)
+    assert len(results[0]) == (6 if world_size in (4, 6, 8) else 4)
+    for name in results[0]:
+        for ran in results:
+            assert relative_error(ran[name]["out"], stock) <= 1e-5, name
+            assert ran[name]["counted"], name
+            assert ran[name]["strategy"].startswith(name.replace(" x ", "_") if name != "auto" else "ulysses")
+        assert sum(ran[name]["rows"] for ran in results) == tokens(TOKENS_175)
 
 
 def run_without_exchange(mesh: Mesh, path: Path) -> torch.Tensor:

@@ -62,8 +62,13 @@ def test_every_other_backend_is_said_to_serve_too_or_why_not() -> None:
     plain = raylysses("explain", "--device", "cpu", "attention.default=REFERENCE").out
     report = json.loads(raylysses("explain", "--json", "--device", "cpu", "attention.default=REFERENCE").out)
 
-    assert "self, cross: would serve too: TORCH_SDPA" in plain
+    assert "self, cross: would serve too: FLEX_ATTENTION, TORCH_SDPA" in plain
     assert "self, cross: not FLASH_ATTN: it runs on cuda:" in plain
+    named = [line.split(" not ")[1].split(":")[0] for line in plain.splitlines() if ": not " in line]
+    assert named == sorted(named)
+    for role in ("self", "cross"):
+        backends = [other["backend"] for other in report["alternatives"] if other["role"] == role]
+        assert backends == sorted(backends)
     others = {(other["role"], other["backend"]) for other in report["alternatives"]}
     assert {("self", "TORCH_SDPA"), ("cross", "CUDNN_ATTN")} <= others
     assert not {("self", "REFERENCE"), ("cross", "REFERENCE")} & others
@@ -177,6 +182,11 @@ def test_every_help_has_an_example(command: tuple[str, ...]) -> None:
         (("genrate",), "did you mean generate?"),
         (("generate", "--promt", "x"), "Did you mean '--prompt'?"),
         (("generate", "--steps", "4"), "write generate.steps=..."),
+        (("generate", "--worldsize", "2"), "did you mean the setting parallel.world_size=...?"),
+        (("explain", "--sed", "2"), "did you mean the setting run.seed=...?"),
+        (("explain", "--device", "cpu", "run.device=gpu"), "did you mean cuda?"),
+        (("explain", "--device", "cpu", "run.dtype=bf16"), "did you mean bfloat16?"),
+        (("generate", "--prompt", "a", "red", "circle", "run.seed=1"), '--prompt "a red circle"'),
     ],
 )
 def test_a_misspelled_command_or_option_gets_the_right_one(arguments: tuple[str, ...], message: str) -> None:

@@ -53,6 +53,41 @@ def test_latents_do_not_depend_on_the_number_of_ranks(runs: dict[int, Path], wor
     assert np.linalg.norm(shared - alone) <= 1e-5 * np.linalg.norm(alone)
 
 
+@pytest.mark.parametrize(
+    ("settings", "strategy", "degrees"),
+    [
+        (("parallel.world_size=3", "parallel.strategy=ring"), "ring", (1, 3)),
+        (("parallel.ulysses=2", "parallel.ring=2"), "ulysses_ring", (2, 2)),
+        (("parallel.world_size=6",), "ulysses", (6, 1)),
+        (("parallel.world_size=8", "parallel.strategy=gather_kv"), "gather_kv", (1, 8)),
+    ],
+)
+def test_latents_do_not_depend_on_the_strategy(
+    runs: dict[int, Path], tmp_path: Path, settings: tuple[str, ...], strategy: str, degrees: tuple[int, int]
+) -> None:
+    folder = tmp_path / "run"
+    saved = ("run.save_latents=true", "run.outputs=[]", "run.seed=7", f"run.dir={folder}")
+    done = raylysses("generate", "--prompt", "a cat", *ODD_SIZE, *saved, *settings)
+    assert done.code == 0, done.err
+    alone, shared = latents(runs[1]), latents(folder)
+    assert np.linalg.norm(shared - alone) <= 1e-5 * np.linalg.norm(alone)
+    report = selection(folder)
+    Draft202012Validator(schema("selection")).validate(report)
+    (entry,) = [entry for entry in report["entries"] if entry["role"] == "self"]
+    assert (entry["strategy"], entry["degrees"]) == (strategy, {"ulysses": degrees[0], "ring": degrees[1]})
+    for traffic in summary(folder)["requests"][0]["traffic"].values():
+        assert traffic["measured"] == traffic["planned"]
+
+
+def test_a_strategy_that_no_backend_serves_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    asked = ("parallel.world_size=2", "parallel.strategy=ring", "attention.per_role.self=TORCH_SDPA")
+    done = raylysses("generate", "--prompt", "a cat", *asked, f"run.dir={tmp_path / 'run'}")
+    assert done.code == 2
+    said = "attention.per_role.self=TORCH_SDPA: for ring 1x2, returning the log-sum-exp is not supported; name another"
+    assert said in done.err
+    assert "connecting" not in done.out + done.err
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_each_rank_holds_its_rows_and_computes_its_heads(runs: dict[int, Path], world_size: int) -> None:
     for rank, rows in enumerate(split(TOKENS, world_size)):

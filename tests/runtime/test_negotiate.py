@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backends.platforms.facts import DeviceFacts
+from backends.registry import Registry
 from backends.requirements import Requirements
 from backends.selection import Agreed, Candidates, Choice, Rejected, Selection
+from backends.selector import Selector
 from configs.faults import Fault
+from configs.schema import AttentionConfig
 from runtime.errors import RankPlace
-from runtime.setup import Wired, disagreements, negotiate
+from runtime.setup import Row, Wired, disagreements, negotiate
 
 CALL = Requirements(head_size=64, num_heads=4, num_kv_heads=4, dtype="float32", kind="self")
 KEY = ("self", CALL)
@@ -37,6 +40,25 @@ def test_the_first_ranks_best_that_all_can_run_is_taken_with_the_reasons() -> No
     reasons = [fault.rule for rejected in agreed[KEY].rejected for fault in rejected.faults if rejected.backend == "A"]
     assert [reason.split(" (")[0] for reason in reasons] == ["on rank 1 on host", "on rank 2 on host"]
     assert all(reason.endswith("the package a is not installed") for reason in reasons)
+
+
+def test_ranks_with_several_variants_settle_on_one_that_all_have() -> None:
+    """A rank with the packages of two FlashAttentions and one with the second alone."""
+    call = Requirements(head_size=128, num_heads=4, num_kv_heads=4, dtype="bfloat16", kind="self")
+    wired = {}
+    for number, packages in enumerate(({"fa3-fwd": "0.0.3", "flash-attn-4": "4.0.0"}, {"flash-attn-4": "4.0.0"})):
+        device = DeviceFacts("cuda", (9, 0), packages=packages)
+        selector = Selector(device, AttentionConfig(), Registry())
+        found = selector.candidates("self", call)
+        assert found is not None
+        row: Row = ("transformer", selector.select("self", call), "local", 2)
+        wired[number] = Wired((row,), device, {("self", call): found})
+    assert [each.rows[0][1].variant for each in wired.values()] == ["fa3", "fa4"]
+    (agreed,) = negotiate(wired, PLACES).values()
+    assert (agreed.choice.backend, agreed.choice.variant) == ("FLASH_ATTN", "fa4")
+    ((reason,),) = [rejected.faults for rejected in agreed.rejected]
+    assert reason.rule.startswith(f"on {PLACES[1]}: the package fa3-fwd")
+    assert "is not installed" in reason.rule
 
 
 def test_what_does_not_differ_is_left_alone() -> None:

@@ -46,6 +46,22 @@ def test_an_explicit_number_is_taken_as_it_is() -> None:
     assert choose_world_size(config_of("parallel.world_size=7"), "cuda", 4, 0) == 7
 
 
+@pytest.mark.parametrize(
+    ("settings", "platform", "free", "expected"),
+    [
+        (("parallel.ulysses=2", "parallel.ring=3"), "cpu", 0, 6),
+        (("parallel.ulysses=4",), "cpu", 0, 4),
+        (("parallel.ring=1",), "cpu", 0, 2),
+        (("parallel.ulysses=3",), "cuda", 8, 6),
+        (("parallel.ring=2",), "cuda", 7, 6),
+        (("parallel.ulysses=4",), "cuda", 2, 4),  # more than are free: waits for them, or is refused
+        (("parallel.ulysses=2", "parallel.world_size=8"), "cuda", 1, 8),
+    ],
+)
+def test_degrees_make_up_the_number(settings: tuple[str, ...], platform: str, free: int, expected: int) -> None:
+    assert choose_world_size(config_of(*settings), platform, 4, free) == expected
+
+
 def test_more_ranks_than_the_cluster_has_is_a_fault_that_lists_the_nodes() -> None:
     fault = feasibility_fault(7, "cuda", TWO_NODES)
 

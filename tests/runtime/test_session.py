@@ -228,6 +228,18 @@ def test_ranks_that_choose_differently_settle_on_what_all_can_run_if_they_may() 
     assert all("rank 0" in fault and "of cpu" in fault for faults in rejected.values() for fault in faults)
 
 
+def test_ranks_of_which_some_fall_back_settle_as_well() -> None:
+    wish = "attention.per_role.self={backend: CUDNN_ATTN, on_unsupported: fallback}"
+    config = config_of(TINY_WAN, 2, 8, "run.dtype=bfloat16", "attention.agreement=negotiate", wish)
+
+    with Session(config, worker="tests.runtime.doubles.OddFactsRank") as session:
+        session.generate([request_of(config)])
+        by_role = {entry.role: entry for entry in session.report.entries}
+
+    assert (by_role["self"].backend, by_role["self"].requested) == ("TORCH_SDPA", "CUDNN_ATTN")
+    assert by_role["self"].source == "agreed"
+
+
 @pytest.mark.parametrize("agreement", ["require", "negotiate"])
 def test_a_rank_that_was_given_another_class_stops_the_run(agreement: str) -> None:
     config = config_of(TINY_WAN, 2, 8, f"attention.agreement={agreement}", "attention.default=REFERENCE")

@@ -18,7 +18,7 @@ from backends.selector import select
 from configs.faults import FaultError
 from configs.schema import AttentionConfig
 from runtime.tables import DEVICES, Tables, describe_sizes, tables
-from runtime.tables_text import BEGIN, END, drift, markdown, written
+from runtime.tables_text import BEGIN, END, drift, markdown, write_page, written
 from tests.conftest import CHECKOUT
 from tests.runtime.command import raylysses
 
@@ -142,13 +142,34 @@ def test_drift_is_told_line_by_line_and_mended_by_writing(tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", ["no marks", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", BEGIN])
 def test_a_page_without_a_place_for_the_tables_is_refused(text: str, built_in: Tables) -> None:
     with pytest.raises(FaultError, match="has no place for the tables"):
-        written(text, built_in, Path("page.md"))
+        written(text, built_in, Path("page.md"), "--write")
 
 
 def test_a_page_that_is_not_there_is_refused() -> None:
     outcome = raylysses("backends", "--check", "nowhere.md")
     assert outcome.code == 2
     assert "--check=nowhere.md: it cannot be read" in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--check", "--write"])
+def test_a_fault_of_a_page_names_its_option(option: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("no marks")
+    for path, rule in ((tmp_path / "page.md", "has no place"), (tmp_path / "none.md", "it cannot be read")):
+        outcome = raylysses("backends", option, str(path))
+        assert outcome.code == 2
+        assert f"error: {option}={path}: {rule}" in outcome.err
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FaultError, match=r"--write=.*: it cannot be written \(Is a directory\); give a file"):
+        write_page(tmp_path, "text", "--write")
+
+
+def test_json_stays_json_beside_a_check(built_in: Tables) -> None:
+    outcome = raylysses("backends", "--json", "--check", str(PAGE))
+    assert outcome.code == 0
+    assert json.loads(outcome.out) == json.loads(json.dumps(built_in.to_dict()))
+    assert f"{PAGE}: its tables are what the backends say" in outcome.err
 
 
 def test_the_tables_are_printed_as_text_and_as_json(built_in: Tables) -> None:

@@ -1,0 +1,43 @@
+"""What the fields of a call's metadata are made of; whether they fit the call is for `parallel.calls`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backends.interface import AttentionMetadata, PackedLengths
+
+
+def check_types(layer: str, metadata: AttentionMetadata) -> None:
+    """Raises ValueError, about the layer, for a field of another type than `AttentionMetadata` says."""
+    problem = _problem(metadata)
+    if problem is not None:
+        name, value, rule = problem
+        raise ValueError(f"{layer}: {name} is {value!r}; {rule}, or None")
+
+
+def _problem(metadata: AttentionMetadata) -> tuple[str, Any, str] | None:
+    """(field, value, rule) of the first one."""
+    if not isinstance(metadata, AttentionMetadata):
+        return "metadata", metadata, "it is an AttentionMetadata"
+    for name in ("mask", "bias", "sinks"):
+        value = getattr(metadata, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            return name, value, "it is a tensor"
+    window, cap, packed = metadata.window, metadata.soft_cap, metadata.packed
+    sides = window if isinstance(window, tuple) else (0.0,)
+    if window is not None and (len(sides) != 2 or not all(side is None or type(side) is int for side in sides)):
+        return "window", window, "it is a pair of whole numbers or None, (keys before, keys after)"
+    if cap is not None and type(cap) not in (int, float):
+        return "soft_cap", cap, "it is a finite number above 0"
+    if packed is not None and not (isinstance(packed, PackedLengths) and _is_lengths(packed)):
+        return "packed", packed, "it is a PackedLengths of two tuples of whole numbers"
+    return None
+
+
+def _is_lengths(packed: PackedLengths) -> bool:
+    return all(
+        isinstance(lengths, tuple) and all(type(length) is int for length in lengths)
+        for lengths in (packed.query, packed.key)
+    )
