@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,20 @@ class _IdentityTransport(TorchTransport):
 
     def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
         return super()._exchange(verb, send, counts, peers) if verb == "gather_rows" else send.clone()
+
+
+class _NoAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+class SkippingRank(Rank):
+    """The last rank leaves out one of its layers."""
+
+    def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
+        super()._setup(spec, emit)
+        if spec.rank == spec.world_size - 1:
+            self.pipe.transformer.blocks[2].attn1 = _NoAttention()
 
 
 class IdentityRank(Rank):
