@@ -19,6 +19,7 @@ from configs.schema import (
     ON_UNSUPPORTED,
     OUTPUTS,
     STRATEGIES,
+    TRANSPORTS,
 )
 
 DEFAULT = "attention.default"
@@ -119,6 +120,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "parallel.ring": _ranks,
         "parallel.strategy": choice(STRATEGIES),
         "parallel.exchange_dtype": choice(EXCHANGE_DTYPES),
+        "parallel.transport": choice(TRANSPORTS),
         "cluster.address": _address,
         "cluster.start_timeout_s": real(0, LONGEST_S, above=True),
         "cluster.stall_timeout_s": real(0, LONGEST_S, above=True),

@@ -18,6 +18,7 @@ AGREEMENTS = ("require", "negotiate")
 ON_UNSUPPORTED = ("error", "fallback")
 STRATEGIES = (AUTO, "local", "ulysses", "ring", "gather_kv")
 EXCHANGE_DTYPES = ("same", "fp8")
+TRANSPORTS = (AUTO, "torch", "nccl")
 BLOCKS = ("quant", "skip_softmax", "options")
 """The option blocks of a choice; `options` is for backends of others."""
 
@@ -117,6 +118,7 @@ class ParallelConfig:
 
     ulysses, ring: degrees whose product is the world size; None is `auto`. strategy: how keys that lie on several ranks
     are met, out of `STRATEGIES`. exchange_dtype: what carries Q, V and the output within a Ulysses group.
+    transport: what moves tensors between ranks, out of `TRANSPORTS`.
     """
 
     world_size: int | None = None
@@ -124,6 +126,7 @@ class ParallelConfig:
     ring: int | None = None
     strategy: str = AUTO
     exchange_dtype: str = EXCHANGE_DTYPES[0]
+    transport: str = AUTO
 
 
 @dataclass(frozen=True)

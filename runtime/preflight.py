@@ -11,7 +11,7 @@ from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
 from runtime import ray_api
-from runtime.check import name_faults, raise_if_any, request_faults, select_roles, settle_dtype
+from runtime.check import name_faults, probed_packages, raise_if_any, request_faults, select_roles, settle_dtype
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
 from runtime.model_folder import FolderFacts, read_folder
@@ -87,7 +87,7 @@ def _local_device(wanted: str, registry: Registry) -> DeviceFacts:
     if platform == "cuda" and not local_gpus():
         rule = "this node has no NVIDIA GPU that nvidia-smi can see"
         raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu", ("cpu",))])
-    return local_device(platform, registry.distributions())
+    return local_device(platform, probed_packages(registry))
 
 
 def local_platform(wanted: str) -> str:
@@ -104,13 +104,13 @@ def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry)
     with_gpu = [node for node in nodes if node.gpus >= 1]
     platform = ("cuda" if with_gpu else "cpu") if wanted == AUTO else wanted
     if platform == "cpu":
-        return local_device("cpu", registry.distributions())
+        return local_device("cpu", probed_packages(registry))
     if not with_gpu:
         rule = "no node of the cluster has a GPU"
         raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu")])
     host, timeout = with_gpu[0].host, config.cluster.start_timeout_s
     try:
-        answer = ray_api.probe_node(with_gpu[0].node_id, registry.distributions(), own_sources(), str(ROOT), timeout)
+        answer = ray_api.probe_node(with_gpu[0].node_id, probed_packages(registry), own_sources(), str(ROOT), timeout)
     except TimeoutError as error:
         rule = f"the node {host} did not answer within {timeout:g} s"
         remedy = "raise cluster.start_timeout_s, or look at the node's load"

@@ -25,7 +25,8 @@ from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffi
 from parallel.mesh import open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
-from parallel.transport.torch_dist import TorchTransport
+from parallel.transport.base import Transport
+from parallel.transport.choice import open_transport
 from runtime.model_folder import BUILT_IN_PREFIX, folder_of, read_folder
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
@@ -35,8 +36,6 @@ from runtime.setup import RankSpec, Wired
 
 class Rank:
     """The work of one rank. Methods are called one at a time."""
-
-    transport_class: type[TorchTransport] = TorchTransport
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
@@ -62,6 +61,9 @@ class Rank:
 
     def run(self, requests: tuple[Request, ...]) -> Iterator[Event]:
         yield from _in_thread(lambda emit: self._run(requests, emit), self.device)
+
+    def open_transport(self) -> Transport:
+        return open_transport(self.spec.config.parallel, self.mesh)
 
     def device_facts(self, registry: Registry) -> DeviceFacts:
         """This rank's own device, as it is."""
@@ -89,7 +91,7 @@ class Rank:
         self._emit = emit
         registry = Registry.exactly(spec.backends)
         models = read_folder(spec.config.model.path, weights=False).models
-        self.transport = self.transport_class(self.mesh)
+        self.transport = self.open_transport()
         context = AttentionContext(
             mesh=self.mesh,
             transport=self.transport,

@@ -83,9 +83,6 @@ class Transport(ABC):
         message is not sent.
         """
 
-    def close(self) -> None:  # noqa: B027
-        """Let go of what the transport holds beside the mesh's groups; repeatable."""
-
     def take_traffic(self) -> Traffic:
         """What was moved since the last call of this method."""
         traffic = Traffic(dict(self._calls), dict(self._bytes))

@@ -17,7 +17,7 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from parallel.events import Event
 from parallel.plan import ExchangeCounts
-from parallel.transport.base import Peers
+from parallel.transport.base import Peers, Transport
 from parallel.transport.torch_dist import TorchTransport
 from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
@@ -163,4 +163,5 @@ class SkippingRank(Rank):
 
 
 class IdentityRank(Rank):
-    transport_class = _IdentityTransport
+    def open_transport(self) -> Transport:
+        return _IdentityTransport(self.mesh)
