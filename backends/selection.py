@@ -69,6 +69,7 @@ class Selection:
     requested: the backend named by the configuration; None when the platform chose. source: which entry decided. key,
     origin: the configuration key that decided and where it was set; empty when nothing was set. options: the
     backend's own blocks, as it reads them. degrees: Ulysses x ring, of the strategy that it was chosen for.
+    exchange_dtype: what carries Q, V and the output between ranks, `same` or `fp8`. exactness: of both together.
     """
 
     role: str
@@ -87,3 +88,4 @@ class Selection:
     options: Blocks = ()
     degrees: tuple[int, int] = (1, 1)
     rejected_strategies: tuple[RejectedStrategy, ...] = ()
+    exchange_dtype: str = "same"

@@ -9,7 +9,18 @@ from typing import Any
 
 from configs.checks import Check, Refusal, choice, optional, real, subset, switch, text, whole
 from configs.faults import nearest
-from configs.schema import AGREEMENTS, AUTO, BLOCKS, DEVICES, DTYPES, ON_UNSUPPORTED, OUTPUTS, STRATEGIES
+from configs.schema import (
+    AGREEMENTS,
+    AUTO,
+    BLOCKS,
+    DEVICES,
+    DTYPES,
+    EXCHANGE_DTYPES,
+    ON_UNSUPPORTED,
+    OUTPUTS,
+    STRATEGIES,
+    TRANSPORTS,
+)
 
 DEFAULT = "attention.default"
 PER_ROLE = "attention.per_role"
@@ -108,6 +119,8 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "parallel.ulysses": _ranks,
         "parallel.ring": _ranks,
         "parallel.strategy": choice(STRATEGIES),
+        "parallel.exchange_dtype": choice(EXCHANGE_DTYPES),
+        "parallel.transport": choice(TRANSPORTS),
         "cluster.address": _address,
         "cluster.start_timeout_s": real(0, LONGEST_S, above=True),
         "cluster.stall_timeout_s": real(0, LONGEST_S, above=True),

@@ -17,6 +17,8 @@ OUTPUTS = ("video", "frames")
 AGREEMENTS = ("require", "negotiate")
 ON_UNSUPPORTED = ("error", "fallback")
 STRATEGIES = (AUTO, "local", "ulysses", "ring", "gather_kv")
+EXCHANGE_DTYPES = ("same", "fp8")
+TRANSPORTS = (AUTO, "torch", "nccl")
 BLOCKS = ("quant", "skip_softmax", "options")
 """The option blocks of a choice; `options` is for backends of others."""
 
@@ -115,13 +117,16 @@ class ParallelConfig:
     """world_size: the number of ranks; None is `auto`: the largest usable number of free GPUs, or 2 on CPU.
 
     ulysses, ring: degrees whose product is the world size; None is `auto`. strategy: how keys that lie on several ranks
-    are met, out of `STRATEGIES`.
+    are met, out of `STRATEGIES`. exchange_dtype: what carries Q, V and the output within a Ulysses group.
+    transport: what moves tensors between ranks, out of `TRANSPORTS`.
     """
 
     world_size: int | None = None
     ulysses: int | None = None
     ring: int | None = None
     strategy: str = AUTO
+    exchange_dtype: str = EXCHANGE_DTYPES[0]
+    transport: str = AUTO
 
 
 @dataclass(frozen=True)

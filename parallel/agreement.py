@@ -4,8 +4,8 @@ runs it.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import astuple, dataclass, fields
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,28 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class ForwardFacts:
-    """What must be equal on all ranks before a forward. selections: every role and what serves it."""
+    """What must be equal on all ranks before a forward, as numbers and as text to show.
+
+    number: of the forward, counted from 1 by its model. streams: every stream's name and length. carried: what the
+    calls of each role carry beside Q, K and V (mask kinds). selections: every role, its heads, what serves it, and its
+    strategy with its degrees.
+    """
 
     number: int
     model: str
     batch: int
-    length: int
-    heads: int
+    streams: str
+    carried: str
     dtype: str
     selections: str
 
     def numbers(self) -> tuple[int, ...]:
-        """The facts as numbers of a fixed count; texts by a checksum that is the same in every process."""
-        return tuple(value if isinstance(value, int) else zlib.crc32(value.encode()) for value in astuple(self))
+        """The facts as 64-bit numbers of a fixed count; texts by a digest that is the same in every process."""
+        return tuple(value if isinstance(value, int) else _digest(value) for value in astuple(self))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class RankDisagreementError(Exception):

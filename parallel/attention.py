@@ -22,7 +22,7 @@ from parallel.restrict import of_rows
 from parallel.rows import rows
 from parallel.strategies.sharded import Attended, sharded_attention
 from parallel.strategies.work import Result
-from parallel.transport.torch_dist import QueryKeyValue
+from parallel.transport.packing import QueryKeyValue
 
 NO_METADATA = AttentionMetadata()
 
@@ -148,7 +148,9 @@ class Attention(torch.nn.Module):
         """
         call, grid = self.rules.call, self.way.grid
         zigzag = call.causal and self.strategy in RINGS
-        return plan_streams(streams, call.heads, grid, self.strategy, kv_heads=call.kv_heads, zigzag=zigzag)
+        return plan_streams(
+            streams, call.heads, grid, self.strategy, kv_heads=call.kv_heads, zigzag=zigzag, exchange=self.way.exchange
+        )
 
     def forward(
         self,

@@ -62,6 +62,10 @@ class CallRules:
         learned = [tensor for tensor in (query, key, value, metadata.sinks, metadata.bias) if tensor is not None]
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
         self._check_metadata(metadata, query, lengths, plan)
+        if gradient and self.way.exchange == "fp8":
+            rule = "rounding to fp8 has no gradient"
+            remedy = "leave parallel.exchange_dtype on same, or call under torch.no_grad()"
+            raise FaultError([Fault(f"{self.name}: parallel.exchange_dtype", "fp8", rule, remedy)])
         dtype = str(query.dtype).removeprefix("torch.")
         self.check_asked(self.asked(metadata.features, gradient=gradient, dtype=dtype, lse=lse))
 
@@ -121,7 +125,7 @@ class CallRules:
                 f"{self.name}: the layer has {self.call.heads} heads and {self.call.kv_heads} KV heads, and the plan "
                 f"{plan.num_heads} and {plan.heads.num_kv_heads}; make it with plan_of"
             )
-        if (plan.strategy, plan.grid) != (self.way.strategy, self.way.grid):
+        if (plan.strategy, plan.grid, plan.exchange) != (self.way.strategy, self.way.grid, self.way.exchange):
             raise ValueError(
                 f"{self.name}: its calls go by {self.way}, and the plan is of {plan.strategy} {plan.grid}; make it "
                 "with plan_of"

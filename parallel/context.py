@@ -18,7 +18,7 @@ from backends.selector import Selector
 from configs.schema import AttentionConfig, ParallelConfig
 from parallel.events import Event
 from parallel.mesh import Mesh
-from parallel.transport.torch_dist import TorchTransport
+from parallel.transport.base import Transport
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AttentionContext:
     """
 
     mesh: Mesh
-    transport: TorchTransport
+    transport: Transport
     registry: Registry
     config: AttentionConfig
     device: DeviceFacts

@@ -26,7 +26,7 @@ from parallel.models import FAMILIES, family_of
 from parallel.models.names import name_faults
 from parallel.models.sharding import ShardedModel
 from parallel.planner import Way
-from parallel.transport.torch_dist import TorchTransport
+from parallel.transport.choice import open_transport
 
 BY_HAND = "or build its attention of raylysses.Attention layers, with a context of raylysses.attention_context_of"
 
@@ -198,7 +198,7 @@ def _context(
     registry = Registry(attention.register)
     return AttentionContext(
         mesh=adopted.mesh,
-        transport=TorchTransport(adopted.mesh),
+        transport=open_transport(parallel, adopted.mesh),
         registry=registry,
         config=attention,
         device=facts_of(adopted.mesh.device, registry),

@@ -13,6 +13,7 @@ from parallel.rows import Rows, chain, rows, split
 
 __all__ = [
     "ExchangeCounts",
+    "ExchangeDtype",
     "Grid",
     "HeadSplit",
     "ShardPlan",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 Strategy = Literal["local", "ulysses", "ring", "ulysses_ring", "gather_kv", "ulysses_gather_kv"]
+ExchangeDtype = Literal["same", "fp8"]
+"""How Q, V and the output go through a Ulysses group: as they are, or as fp8 (`parallel.exchange`)."""
 
 
 def usable_world_sizes(heads: int, limit: int | None = None) -> tuple[int, ...]:
@@ -62,7 +65,8 @@ class ShardPlan:
 
     heads: which each place of a Ulysses group computes. strategy: how a call moves what it needs. zigzag: of a sharded
     stream every ring place holds an early and a late piece, so that causal work is balanced; its rows are then two
-    runs. Every rank derives the same plan from global lengths, so no sizes are ever exchanged.
+    runs. exchange: what carries Q, V and the output. Every rank derives the same plan from global lengths, so no sizes
+    are ever exchanged.
     """
 
     streams: tuple[Stream, ...]
@@ -70,6 +74,7 @@ class ShardPlan:
     grid: Grid
     strategy: Strategy
     zigzag: bool = False
+    exchange: ExchangeDtype = "same"
 
     @property
     def world_size(self) -> int:
@@ -248,11 +253,12 @@ def plan_streams(
     *,
     kv_heads: int | None = None,
     zigzag: bool = False,
+    exchange: ExchangeDtype = "same",
 ) -> ShardPlan:
     """The plan of a call; the same object for the same facts, as it works out much. heads, kv_heads: of the whole
     layer; kv_heads divide heads.
     """
-    return ShardPlan(streams, split_heads(heads, kv_heads or heads, grid.ulysses), grid, strategy, zigzag)
+    return ShardPlan(streams, split_heads(heads, kv_heads or heads, grid.ulysses), grid, strategy, zigzag, exchange)
 
 
 def plan_sequence(length: int, heads: int, world_size: int, kv_heads: int | None = None) -> ShardPlan:

@@ -12,7 +12,7 @@ from configs.faults import Fault, FaultError
 from configs.schema import AUTO, ParallelConfig
 from parallel.heads import split_heads
 from parallel.models.facts import RoleFacts
-from parallel.plan import Grid, Strategy
+from parallel.plan import ExchangeDtype, Grid, Strategy
 
 ONE_RANK = Grid()
 RINGS = ("ring", "ulysses_ring")
@@ -20,10 +20,11 @@ RINGS = ("ring", "ulysses_ring")
 
 @dataclass(frozen=True)
 class Way:
-    """How the calls of a role go over the ranks."""
+    """How the calls of a role go over the ranks. exchange: what carries Q, V and the output within a Ulysses group."""
 
     strategy: Strategy = "local"
     grid: Grid = ONE_RANK
+    exchange: ExchangeDtype = "same"
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.grid}" if self.grid.size > 1 else self.strategy
@@ -82,7 +83,8 @@ class Planned:
 
 
 def ways(call: RoleCall, world_size: int, config: ParallelConfig) -> Iterator[Way]:
-    """The candidates in order. Raises FaultError for settings that do not fit the ranks or the role.
+    """The candidates in order, each with the exchange that is asked for. Raises FaultError for settings that do not fit
+    the ranks or the role.
 
     Cross-attention keys are replicated: each rank's queries meet all of them without an exchange. `auto` takes Ulysses
     if the ranks divide the heads, then the largest Ulysses degree that does with a ring between its groups, then
@@ -91,6 +93,12 @@ def ways(call: RoleCall, world_size: int, config: ParallelConfig) -> Iterator[Wa
     if world_size == 1 or call.kind == "cross" or call.skip:
         yield Way("local", Grid())
         return
+    exchange: ExchangeDtype = "fp8" if config.exchange_dtype == "fp8" else "same"
+    for way in _sharded_ways(call, world_size, config):
+        yield replace(way, exchange=exchange)
+
+
+def _sharded_ways(call: RoleCall, world_size: int, config: ParallelConfig) -> Iterator[Way]:
     grid = _asked_grid(world_size, config)
     if config.strategy == "local":
         rule = f"{call.kind} attention reads the rows of all ranks, and each has its own alone"
@@ -197,8 +205,16 @@ def _settled(
 
 
 def _planned(way: Way, selection: Selection, rejected: list[RejectedStrategy]) -> Planned:
-    degrees = (way.grid.ulysses, way.grid.ring)
-    return Planned(way, replace(selection, degrees=degrees, rejected_strategies=tuple(rejected)))
+    """The selection with what the way adds to it; an exchange in fp8 makes an exact backend's answer lossy."""
+    lossy = way.exchange == "fp8" and selection.exactness == "exact"
+    told = replace(
+        selection,
+        degrees=(way.grid.ulysses, way.grid.ring),
+        rejected_strategies=tuple(rejected),
+        exchange_dtype=way.exchange,
+        exactness="lossy-quantised" if lossy else selection.exactness,
+    )
+    return Planned(way, told)
 
 
 def plan_role(role: RoleFacts, dtype: str, world_size: int, config: ParallelConfig, selector: Selector) -> Planned:
@@ -238,6 +254,10 @@ def _raise_call_faults(call: RoleCall, world_size: int) -> None:
 
 def _raise_way_faults(call: RoleCall, way: Way) -> None:
     """Raises FaultError for what a strategy cannot do with any backend."""
+    if way.exchange == "fp8" and way.grid.ulysses == 1:
+        rule = f"{way} moves keys and values alone, and keys are never quantised"
+        remedy = "leave it on same, or give parallel.ulysses a degree above 1"
+        raise FaultError([Fault("parallel.exchange_dtype", way.exchange, rule, remedy)])
     if call.kind == "joint" and call.causal and way.strategy in RINGS:
         rule = f"{way} merges blocks, and blocks of several streams are neither before nor after each other"
         raise FaultError([Fault("causal", call.causal, rule, "use parallel.strategy=ulysses or gather_kv")])

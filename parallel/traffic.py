@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from parallel.events import Traffic
+from parallel.exchange import gathered_bytes, scattered_bytes
 from parallel.plan import ExchangeCounts, ShardPlan
 
 
@@ -30,7 +31,11 @@ def call_traffic(
         calls[verb] += 1
         sent[verb] += (sum(counts.sends) - counts.sends[own]) * item
 
-    if plan.grid.ulysses > 1:
+    quantised = plan.exchange == "fp8"
+    if plan.grid.ulysses > 1 and quantised:
+        sizes = scattered_bytes(plan, rank, batch=batch, head_size=head_size, element_size=element_size)
+        exchange("scatter_heads", sizes, place, 1)
+    elif plan.grid.ulysses > 1:
         exchange("scatter_heads", plan.scatter_heads(rank), place, item)
     if plan.grid.ring > 1 and plan.heads.query[place]:
         if gradient or plan.strategy in ("gather_kv", "ulysses_gather_kv"):
@@ -44,7 +49,10 @@ def call_traffic(
             sent["rotate_keys"] += passed_on * 2 * len(plan.heads.kv[place]) * item
     if plan.returns:
         own = plan.return_group(rank).index(rank)
-        exchange("gather_heads", plan.gather_heads(rank), own, item)
+        if quantised:
+            exchange("gather_heads", gathered_bytes(plan, rank, batch=batch, head_size=head_size), own, 1)
+        else:
+            exchange("gather_heads", plan.gather_heads(rank), own, item)
         if lse:
             exchange("gather_heads", plan.gather_heads(rank), own, batch * max(element_size, 4))
     return Traffic(dict(calls), dict(sent))

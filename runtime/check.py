@@ -15,11 +15,13 @@ from backends.registry import Registry
 from backends.selection import Selection
 from backends.selector import Selector
 from configs.faults import Fault, FaultError
-from configs.schema import AUTO, RunConfig
+from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
 from runtime.model_folder import FolderFacts
 from runtime.requests import Request
+
+NCCL_PACKAGE = "nccl4py"
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,32 @@ def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
     return content, []
 
 
+def probed_packages(registry: Registry) -> tuple[str, ...]:
+    """The distributions that a choice may depend on."""
+    return (*registry.distributions(), NCCL_PACKAGE)
+
+
+def transport_faults(config: ParallelConfig, device: DeviceFacts) -> list[Fault]:
+    """Why a transport that was asked for cannot move tensors of the ranks' devices."""
+    if config.transport != "nccl":
+        return []
+    if device.platform != "cuda":
+        rule = f"it moves tensors of NVIDIA GPUs, and the ranks are on {device.label}"
+        return [Fault("parallel.transport", "nccl", rule, "leave it on auto", TRANSPORTS)]
+    if not device.has(NCCL_PACKAGE):
+        rule = f"it needs the package {NCCL_PACKAGE}, which is not installed"
+        return [Fault("parallel.transport", "nccl", rule, f"install {NCCL_PACKAGE}, or leave it on auto", TRANSPORTS)]
+    return []
+
+
 def select_roles(
     config: RunConfig, folder: FolderFacts, device: DeviceFacts, dtype: str, world_size: int, registry: Registry
 ) -> tuple[list[RoleSelection], list[Fault]]:
-    """What every role of every model gets on a device, and the faults of those that get nothing."""
+    """What every role of every model gets on a device, and the faults of those that get nothing; also that of a
+    transport that cannot serve there.
+    """
     selected: list[RoleSelection] = []
-    faults: list[Fault] = []
+    faults = transport_faults(config.parallel, device)
     selector = Selector(device, config.attention, registry)
     for model, facts in folder.models.items():
         for role in facts.roles:

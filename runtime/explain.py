@@ -13,7 +13,7 @@ from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
 from parallel.models.names import name_faults
-from runtime.check import RoleSelection, raise_if_any, select_roles, settle_dtype
+from runtime.check import RoleSelection, probed_packages, raise_if_any, select_roles, settle_dtype
 from runtime.model_folder import read_folder
 from runtime.placement import CPU_RANKS, default_world_size
 from runtime.report import SelectionReport, from_selections
@@ -110,7 +110,7 @@ def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, regist
 
 def assumed_device(config: RunConfig, device: str, packages: str, registry: Registry) -> DeviceFacts:
     """The facts that `--device` and `--packages` state. Raises FaultError for what they cannot mean."""
-    known = registry.distributions()
+    known = probed_packages(registry)
     versions = {} if packages == "none" else installed(known)
     if packages not in ("here", "all", "none"):
         versions = _parse_packages(packages, known)

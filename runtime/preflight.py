@@ -12,7 +12,7 @@ from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
 from parallel.models.names import name_faults
 from runtime import ray_api
-from runtime.check import raise_if_any, request_faults, select_roles, settle_dtype
+from runtime.check import probed_packages, raise_if_any, request_faults, select_roles, settle_dtype
 from runtime.errors import PlacementError
 from runtime.group import require_same_sources
 from runtime.live import is_local
@@ -95,7 +95,7 @@ def _local_device(wanted: str, registry: Registry) -> DeviceFacts:
     if platform == "cuda" and not local_gpus():
         rule = "this node has no NVIDIA GPU that nvidia-smi can see"
         raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu", ("cpu",))])
-    return local_device(platform, registry.distributions())
+    return local_device(platform, probed_packages(registry))
 
 
 def local_platform(wanted: str) -> str:
@@ -112,13 +112,13 @@ def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry)
     with_gpu = [node for node in nodes if node.gpus >= 1]
     platform = ("cuda" if with_gpu else "cpu") if wanted == AUTO else wanted
     if platform == "cpu":
-        return local_device("cpu", registry.distributions())
+        return local_device("cpu", probed_packages(registry))
     if not with_gpu:
         rule = "no node of the cluster has a GPU"
         raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu")])
     host, timeout = with_gpu[0].host, config.cluster.start_timeout_s
     try:
-        answer = ray_api.probe_node(with_gpu[0].node_id, registry.distributions(), own_sources(), str(ROOT), timeout)
+        answer = ray_api.probe_node(with_gpu[0].node_id, probed_packages(registry), own_sources(), str(ROOT), timeout)
     except TimeoutError as error:
         rule = f"the node {host} did not answer within {timeout:g} s"
         remedy = "raise cluster.start_timeout_s, or look at the node's load"

@@ -44,6 +44,7 @@ class SelectionEntry:
     strategy: str
     degrees: Mapping[str, int]
     options: Mapping[str, Any]
+    exchange_dtype: str
     exactness: str
     layers: int
     ranks: tuple[int, ...] | None
@@ -123,6 +124,7 @@ def selection_fields(selection: Selection) -> dict[str, Any]:
         "source": selection.source,
         "key": selection.key,
         "origin": selection.origin,
+        "exchange_dtype": selection.exchange_dtype,
         "exactness": selection.exactness,
         "options": as_mappings(selection.options),
         "degrees": {"ulysses": selection.degrees[0], "ring": selection.degrees[1]},
@@ -254,9 +256,10 @@ def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
 
 
 def _strategy_text(entry: SelectionEntry) -> str:
-    """The strategy, with its degrees where there are two."""
+    """The strategy, with its degrees where there are two, and what its exchange loses."""
     ulysses, ring = entry.degrees["ulysses"], entry.degrees["ring"]
-    return entry.strategy if 1 in (ulysses, ring) else f"{entry.strategy} {ulysses}x{ring}"
+    text = entry.strategy if 1 in (ulysses, ring) else f"{entry.strategy} {ulysses}x{ring}"
+    return text if entry.exchange_dtype == "same" else f"{text}, {entry.exchange_dtype}"
 
 
 def _option_words(options: Mapping[str, Any]) -> Iterator[str]:
@@ -265,8 +268,8 @@ def _option_words(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def note_lines(report: SelectionReport) -> list[str]:
-    """What the table does not show: strategies and backends that were passed over and why, once for all roles, and
-    disagreements.
+    """What the table does not show: strategies and backends that were passed over and why, once for all roles; what an
+    exchange loses; and disagreements.
     """
     passed_over: dict[tuple[str, str], list[str]] = {}
     for entry in report.entries:
@@ -277,6 +280,9 @@ def note_lines(report: SelectionReport) -> list[str]:
                 if entry.role not in roles:
                     roles.append(entry.role)
     notes = [f"{', '.join(roles)}: not {backend}: {fault}" for (backend, fault), roles in passed_over.items()]
+    quantised = dict.fromkeys(entry.role for entry in report.entries if entry.exchange_dtype == "fp8")
+    if quantised:
+        notes.append(f"{', '.join(quantised)}: lossy: Q, V and the output go between ranks as fp8")
     return notes + [f"the ranks differ: {disagreement}" for disagreement in report.disagreements]
 
 

@@ -26,7 +26,8 @@ from parallel.events import Artefact, Event, Phase, RequestRan, Step, sum_traffi
 from parallel.mesh import Mesh, open_mesh
 from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
-from parallel.transport.torch_dist import TorchTransport
+from parallel.transport.base import Transport
+from parallel.transport.choice import open_transport
 from runtime.model_folder import BUILT_IN_PREFIX, folder_of, read_folder
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
@@ -37,7 +38,6 @@ from runtime.setup import RankSpec, Wired
 class Member:
     """A process that joins a group and computes in a thread. Methods are called one at a time."""
 
-    transport_class: type[TorchTransport] = TorchTransport
     spec: RankSpec
     device: torch.device
     mesh: Mesh
@@ -65,6 +65,9 @@ class Member:
         if self._store is None:
             self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
         self.mesh = open_mesh(self._store, spec.rank, spec.world_size, self.device, spec.timeout_s)
+
+    def open_transport(self) -> Transport:
+        return open_transport(self.spec.config.parallel, self.mesh)
 
     def device_facts(self, registry: Registry) -> DeviceFacts:
         """This rank's own device, as it is."""
@@ -104,7 +107,7 @@ class Rank(Member):
         self._emit = emit
         registry = Registry.exactly(spec.backends)
         models = read_folder(spec.config.model.path, weights=False).models
-        self.transport = self.transport_class(self.mesh)
+        self.transport = self.open_transport()
         context = AttentionContext(
             mesh=self.mesh,
             transport=self.transport,

@@ -86,13 +86,18 @@ class Ranks:
 
     def run_each(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Like `run`, with arguments of its own for every rank."""
-        started = [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
-        return list(ray.get(started, timeout=120))
+        return list(ray.get(self.start(function, arguments), timeout=120))
 
     def outcomes(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         """The result of every rank, or the exception that it raised."""
-        started = [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
-        return [_outcome(reference) for reference in started]
+        return [_outcome(reference) for reference in self.start(function, arguments)]
+
+    def start(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """References to the results of every rank, which may never come."""
+        return [actor.run.remote(function, args) for actor, args in zip(self._actors, arguments, strict=True)]
+
+    def kill(self, rank: int) -> None:
+        ray.kill(self._actors[rank])
 
     def start_among_first(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`run` on the first `size` ranks, which form a mesh of their own; returns at once, for `ray.get`. Calls are

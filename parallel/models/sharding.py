@@ -15,14 +15,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from backends.selection import Selection
-from parallel.agreement import ForwardFacts, agree
 from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import Traffic
+from parallel.forwards import Forwards
 from parallel.models.facts import ModelFacts
 from parallel.pieces import take
-from parallel.plan import ShardPlan, Strategy, Stream, plan_sequence
-from parallel.planner import Way
+from parallel.plan import ShardPlan, Strategy, Stream
 from parallel.traffic import call_traffic
 
 Args = tuple[Any, ...]
@@ -33,7 +32,7 @@ Kwargs = dict[str, Any]
 class ShardedModel:
     """A transformer whose forward runs on this rank's rows of the sequence.
 
-    plan: of the forward under way, None outside one. image_tokens: how many image keys stand before the text keys.
+    forwards: agrees on each, and issues its plans. image_tokens: how many image keys stand before the text keys.
     rows: how many rows this rank had in the last forward.
     """
 
@@ -42,14 +41,10 @@ class ShardedModel:
         self.model = model
         self.facts = facts
         self.context = context
-        self.plan: ShardPlan | None = None
         self.image_tokens = 0
         self.rows = 0
-        self.forwards = 0
+        self.forwards: Forwards  # once the layers are in place
         self.forwards_of_request = 0
-        self._selections = ""
-        self._plans: dict[Way, ShardPlan] = {}
-        self._sharded_layers: dict[Way, tuple[Attention, int]] = {}
         self._planned_calls: Counter[str] = Counter()
         self._planned_bytes: Counter[str] = Counter()
         self._own_processors: Mapping[str, Any] = dict(model.attn_processors)  # type: ignore[arg-type]
@@ -58,12 +53,7 @@ class ShardedModel:
 
     def install(self) -> None:
         """Register the hooks. Call once, after all attention layers are in place."""
-        chosen = {(layer.selection, layer.way) for layer in self.attention_layers()}
-        told = (f"{s.role}={s.backend}/{s.variant} ({s.class_path}) by {way}" for s, way in chosen)
-        self._selections = ", ".join(sorted(told))
-        exchanging = [layer for layer in self.attention_layers() if layer.strategy != "local"]
-        counts = Counter(layer.way for layer in exchanging)
-        self._sharded_layers = {layer.way: (layer, counts[layer.way]) for layer in exchanging}
+        self.forwards = Forwards(self.name, self.attention_layers(), self.context.mesh)
         hooks = self._hooks
         hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
@@ -119,50 +109,38 @@ class ShardedModel:
         frames, rows, columns = latent.shape[-3:]
         length = self.facts.tokens((frames, rows, columns))
         mesh = self.context.mesh
-        self.forwards += 1
         self.forwards_of_request += 1
-        dtype = str(latent.dtype)
-        agree(
-            ForwardFacts(self.forwards, self.name, batch, length, self.facts.heads, dtype, self._selections),
-            mesh,
+        self.forwards.begin(
+            Stream("video", length), batch=batch, dtype=latent.dtype, beside=_encoder_streams(bound.arguments)
         )
-        self._plans = {way: layer.plan_of(Stream("video", length)) for way, (layer, _) in self._sharded_layers.items()}
-        # Where no layer exchanges anything, the rows still have to be somewhere.
-        alone = plan_sequence(length, self.facts.heads, mesh.world_size, self.facts.kv_heads)
-        self.plan = next(iter(self._plans.values()), alone)
-        self.rows = len(self.plan.rows[mesh.rank])
+        plan = self._current_plan()
+        self.rows = len(plan.rows[mesh.rank])
         if mesh.world_size > 1:
-            self._count_planned(self.plan, batch, latent.element_size())
+            self._count_planned(plan, batch, latent.element_size())
         if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
             self._checkpoint = self.model._gradient_checkpointing_func  # type: ignore[assignment]
             self.model._gradient_checkpointing_func = self._with_plans(self._checkpoint)  # type: ignore[arg-type, assignment]
 
     def _with_plans(self, checkpoint: Checkpoint) -> Checkpoint:
         """A block that is computed again in the backward pass takes the plans of its forward, which is over by then."""
-        plan, plans = self.plan, self._plans
+        issued = self.forwards.issued
 
         def run(block: Callable[..., Any], *args: Any) -> Any:
             def planned(*given: Any) -> Any:
-                before = self.plan, self._plans
-                self.plan, self._plans = plan, plans
-                try:
+                with self.forwards.again(issued):
                     return block(*given)
-                finally:
-                    self.plan, self._plans = before
 
             return checkpoint(planned, *args)
 
         return run
 
-    def plan_for(self, layer: Attention) -> ShardPlan | None:
-        """The plan that a layer's calls take in the forward under way; None outside one."""
-        return self._plans.get(layer.way, self.plan)
-
     def _count_planned(self, plan: ShardPlan, batch: int, element_size: int) -> None:
         rank = self.context.mesh.rank
-        for way, (layer, count) in self._sharded_layers.items():
+        for way, (layer, count) in self.forwards.sharded_layers.items():
             size = layer.rules.call.head_size
-            of_call = call_traffic(self._plans[way], rank, batch=batch, head_size=size, element_size=element_size)
+            of_call = call_traffic(
+                self.forwards.plans[way], rank, batch=batch, head_size=size, element_size=element_size
+            )
             for verb, calls in of_call.calls.items():
                 self._planned_calls[verb] += count * calls
                 self._planned_bytes[verb] += count * of_call.bytes_sent[verb]
@@ -171,8 +149,7 @@ class ShardedModel:
         self._planned_bytes["gather_rows"] += plan.sent_rows(rank) * batch * int(width) * element_size  # type: ignore[arg-type]
 
     def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
-        self.plan = None
-        self._plans = {}
+        self.forwards.end()
         if self._checkpoint is not None:
             self.model._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
             self._checkpoint = None
@@ -207,6 +184,7 @@ class ShardedModel:
 
     def _gather_hook(self, spec: Any) -> Callable[..., Any]:
         def gather_output(_: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+            self.forwards.finish()
             if self.context.mesh.world_size == 1:
                 return output
             return self.context.transport.gather_rows(output, self._current_plan())
@@ -230,6 +208,14 @@ class ShardedModel:
         return take(tensor, held, dim=spec.split_dim)
 
     def _current_plan(self) -> ShardPlan:
-        if self.plan is None:
+        plan = self.forwards.plan
+        if plan is None:
             raise RuntimeError(f"{self.name}: its blocks were called outside the model's own forward")
-        return self.plan
+        return plan
+
+
+def _encoder_streams(arguments: Mapping[str, Any]) -> list[Stream]:
+    """What cross-attention reads; every rank has all of it."""
+    names = {"text": "encoder_hidden_states", "image": "encoder_hidden_states_image"}
+    given = {short: arguments.get(name) for short, name in names.items()}
+    return [Stream(short, int(t.shape[1]), sharded=False) for short, t in given.items() if isinstance(t, torch.Tensor)]

@@ -19,7 +19,8 @@ from parallel.rows import chain
 from parallel.strategies.gather_kv import gather_kv_attention
 from parallel.strategies.ring import ring_attention
 from parallel.strategies.work import HeldKeys, Kernel, Result, Work, reaching
-from parallel.transport.torch_dist import QueryKeyValue, TorchTransport
+from parallel.transport.base import Transport
+from parallel.transport.packing import QueryKeyValue
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def sharded_attention(
     kernel: Kernel,
     metadata: AttentionMetadata,
     plan: ShardPlan,
-    transport: TorchTransport,
+    transport: Transport,
     *,
     causal: bool = False,
     lse: bool = False,
@@ -69,12 +70,13 @@ def sharded_attention(
     out = _my_rows(result.out, plan, transport)
     back = None
     if lse and result.lse is not None:
-        back = _my_rows(result.lse.transpose(1, 2).unsqueeze(-1), plan, transport).squeeze(-1).transpose(1, 2)
+        columns = result.lse.transpose(1, 2).unsqueeze(-1)
+        back = _my_rows(columns, plan, transport, whole=True).squeeze(-1).transpose(1, 2)
     shapes = work.shapes or (tuple(query.shape), tuple(held.key.shape))
     return Attended(out, back, *shapes)
 
 
-def _my_heads(qkv: QueryKeyValue, plan: ShardPlan, transport: TorchTransport) -> tuple[torch.Tensor, HeldKeys]:
+def _my_heads(qkv: QueryKeyValue, plan: ShardPlan, transport: Transport) -> tuple[torch.Tensor, HeldKeys]:
     """The queries that my Ulysses group asks, and its keys, of my heads."""
     exchanged = plan.grid.ulysses > 1
     if plan.ordered:
@@ -103,15 +105,15 @@ def _my_heads(qkv: QueryKeyValue, plan: ShardPlan, transport: TorchTransport) ->
     )
 
 
-def _my_rows(out: torch.Tensor, plan: ShardPlan, transport: TorchTransport) -> torch.Tensor:
-    """From all queries of my Ulysses group and my heads to my rows and all heads."""
+def _my_rows(out: torch.Tensor, plan: ShardPlan, transport: Transport, *, whole: bool = False) -> torch.Tensor:
+    """From all queries of my Ulysses group and my heads to my rows and all heads; whole: never quantised."""
     if not plan.returns:
         return out
     if plan.ordered:
-        return transport.gather_heads(out, plan)
+        return transport.gather_heads(out, plan, whole=whole)
     rank = transport.mesh.rank
     share, group = plan.shares[rank], plan.grid.ulysses_group(rank)
     order = chain((*(plan.shares[other].sent_queries for other in group), share.fixed_queries))
-    back = transport.gather_heads(assemble(order, [(out, share.queries)]), plan)
+    back = transport.gather_heads(assemble(order, [(out, share.queries)]), plan, whole=whole)
     by_ring = (plan.shares[first].fixed_queries for first in plan.grid.ring_group(0))
     return assemble(share.query_rows, [(back, chain((share.sent_queries, *by_ring)))])

@@ -12,7 +12,7 @@ from parallel.merge import Weighed, nothing
 from parallel.pieces import assemble
 from parallel.plan import ShardPlan
 from parallel.rows import Rows, chain
-from parallel.transport.torch_dist import TorchTransport
+from parallel.transport.base import Transport
 
 
 class Result(NamedTuple):
@@ -68,7 +68,7 @@ class Work:
         kernel: Kernel,
         metadata: AttentionMetadata,
         plan: ShardPlan,
-        transport: TorchTransport,
+        transport: Transport,
         causal: bool,
         lse: bool,
     ) -> None:

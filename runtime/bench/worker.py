@@ -62,7 +62,7 @@ class BenchRank(Member):
         self.join()
         self._registry = Registry.exactly(self.spec.backends)
         self._facts = self.device_facts(self._registry)
-        self._transport = self.transport_class(self.mesh)
+        self._transport = self.open_transport()
         per_shape = len(asked.cases) // len(asked.shapes)
         with torch.no_grad():
             for index, shape in enumerate(asked.shapes):

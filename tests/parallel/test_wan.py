@@ -132,8 +132,8 @@ def sharded_run(
         "image_tokens": sharded.image_tokens,
         "planned": planned,
         "measured": sharded.context.transport.take_traffic(),
-        "forwards": (forwards, sharded.forwards),
-        "plan": sharded.plan,
+        "forwards": (forwards, sharded.forwards.count),
+        "plan": sharded.forwards.plan,
     }
 
 
@@ -326,7 +326,7 @@ def test_blocks_called_outside_the_models_forward_raise(transformers: Callable[[
         with pytest.raises(RuntimeError, match="transformer: its blocks were called outside the model's own forward"):
             model.blocks[0](torch.zeros(1, 45, width), None, None, None)
         model(**inputs_of(model.config, TOKENS_45, False))
-        assert sharded.plan is None
+        assert sharded.forwards.plan is None
 
 
 def test_a_forward_that_fails_leaves_no_plan_behind(transformers: Callable[[str], Path]) -> None:
@@ -334,7 +334,7 @@ def test_a_forward_that_fails_leaves_no_plan_behind(transformers: Callable[[str]
     inputs = inputs_of(model.config, TOKENS_45, False)
     with pytest.raises(RuntimeError, match="shapes"):
         model(**{**inputs, "encoder_hidden_states": torch.zeros(1, 5, 3)})
-    assert sharded.plan is None
+    assert sharded.forwards.plan is None
     assert model(**inputs, return_dict=False)[0].shape[2:] == TOKENS_45
 
 
@@ -378,7 +378,10 @@ def forward_of(mesh: Mesh, path: Path, latent: Latent, batch: int, backend: str)
 @pytest.mark.parametrize(
     ("other", "field"),
     [
-        ((TOKENS_36, 1, "TORCH_SDPA"), "length: rank 0 has 45, rank 1 has 36"),
+        (
+            (TOKENS_36, 1, "TORCH_SDPA"),
+            "streams: rank 0 has video 45, text 512 on each, rank 1 has video 36, text 512 on each",
+        ),
         ((TOKENS_45, 2, "TORCH_SDPA"), "batch: rank 0 has 1, rank 1 has 2"),
         ((TOKENS_45, 1, "REFERENCE"), "selections: rank 0 has "),
     ],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from parallel.events import Event
 from parallel.plan import ExchangeCounts
+from parallel.transport.base import Peers, Transport
 from parallel.transport.torch_dist import TorchTransport
 from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
@@ -142,11 +144,24 @@ class SwappedPathRank(Rank):
 class _IdentityTransport(TorchTransport):
     """Every rank keeps what it would have sent."""
 
-    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts) -> torch.Tensor:
-        if verb == "gather_rows":
-            return super()._exchange(verb, send, counts)
-        return send.clone()
+    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+        return super()._exchange(verb, send, counts, peers) if verb == "gather_rows" else send.clone()
+
+
+class _NoAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+class SkippingRank(Rank):
+    """The last rank leaves out one of its layers."""
+
+    def _setup(self, spec: RankSpec, emit: Callable[[Any], None]) -> None:
+        super()._setup(spec, emit)
+        if spec.rank == spec.world_size - 1:
+            self.pipe.transformer.blocks[2].attn1 = _NoAttention()
 
 
 class IdentityRank(Rank):
-    transport_class = _IdentityTransport
+    def open_transport(self) -> Transport:
+        return _IdentityTransport(self.mesh)

@@ -143,6 +143,32 @@ def test_the_report_says_what_every_rank_ran_and_why(runs: dict[int, Path], worl
     assert by_role["cross"]["strategy"] == "local"
 
 
+def test_an_exchange_in_fp8_differs_little_and_says_that_it_is_lossy(runs: dict[int, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "fp8"
+    settings = (*ODD_SIZE, "parallel.world_size=2", "parallel.exchange_dtype=fp8", "run.outputs=[]", "run.seed=7")
+    done = raylysses(
+        *("generate", "--prompt", "a cat", *settings, "run.save_latents=true", f"run.dir={folder}"),
+    )
+
+    assert done.code == 0, done.err
+    assert "self: lossy: Q, V and the output go between ranks as fp8" in done.out
+    alone, lossy = latents(runs[1]), latents(folder)
+    assert 1e-4 < np.linalg.norm(lossy - alone) / np.linalg.norm(alone) < 0.1
+    by_role = {entry["role"]: entry for entry in selection(folder)["entries"]}
+    Draft202012Validator(schema("selection")).validate(selection(folder))
+    assert (by_role["self"]["exchange_dtype"], by_role["self"]["exactness"]) == ("fp8", "lossy-quantised")
+    assert (by_role["cross"]["exchange_dtype"], by_role["cross"]["exactness"]) == ("same", "exact")
+    (request,) = summary(folder)["requests"]
+    for rank, rows in enumerate(split(TOKENS, 2)):
+        traffic, mine = request["traffic"][str(rank)], len(rows)
+        calls, share = LAYERS * FORWARDS, HEADS // 2
+        quantised = HEAD_SIZE + 4
+        sent = traffic["measured"]
+        assert sent == traffic["planned"]
+        assert sent["scatter_heads"]["bytes_sent"] == calls * mine * share * (2 * quantised + HEAD_SIZE * 4)
+        assert sent["gather_heads"]["bytes_sent"] == calls * (TOKENS - mine) * share * quantised
+
+
 def test_the_run_folder_is_whole(runs: dict[int, Path]) -> None:
     folder = runs[2]
     content = summary(folder)

@@ -28,7 +28,7 @@ Row = tuple[str, Selection, Strategy, int]
 ENTRY_FIELDS = {
     *("model", "role", "requirements", "kind", "category", "requested", "backend", "variant", "class_path", "kernel"),
     *("source", "key", "origin", "strategy", "degrees", "options", "exactness", "layers", "ranks", "rejected"),
-    "rejected_strategies",
+    *("exchange_dtype", "rejected_strategies"),
 }
 
 

@@ -197,6 +197,18 @@ def test_without_the_exchange_the_answer_is_another() -> None:
     assert distance(wrong.latents, right.latents) > 1e-3
 
 
+def test_a_rank_that_skips_a_layer_ends_the_run_by_its_own_error() -> None:
+    config = config_of(TINY_WAN, 2)
+
+    with (
+        pytest.raises(
+            RankError, match=r"rank 1 .*LayerOrderError: transformer: blocks\.2\.attn2 was called, and it is"
+        ),
+        Session(config, worker="tests.runtime.doubles.SkippingRank") as session,
+    ):
+        session.generate([request_of(config)])
+
+
 def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> None:
     config = config_of(TINY_WAN, 2, 8, "run.dtype=bfloat16")
 

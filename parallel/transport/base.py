@@ -1,0 +1,209 @@
+"""The verbs of an exchange, whatever carries it: packing, checks, counting, and the way back of gradients.
+
+Splits come from the plan; nothing is padded and no sizes are exchanged. Exchanges of tensors that require gradients
+have a backward pass, which is the reverse exchange: every rank has to run it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.events import Traffic
+from parallel.exchange import SCALE_BYTES, gathered_bytes, scattered_bytes
+from parallel.mesh import Mesh
+from parallel.pieces import assemble
+from parallel.plan import ExchangeCounts, ShardPlan
+from parallel.rows import chain
+from parallel.transport import fp8
+from parallel.transport.packing import (
+    QueryKeyValue,
+    pack_heads,
+    pack_keys,
+    pack_results,
+    unpack_heads,
+    unpack_keys,
+    unpack_results,
+)
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Ranks of a mesh that exchange with each other, in order, and torch's group of them. place: this rank's."""
+
+    ranks: range
+    place: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A message of a ring that is on its way. Call `wait` before the message is read, and before the one that is sent
+    is written to.
+    """
+
+    message: torch.Tensor
+    waits: tuple[Callable[[], Any], ...] = ()
+
+    def wait(self) -> torch.Tensor:
+        for wait in self.waits:
+            wait()
+        return self.message
+
+
+class Transport(ABC):
+    """Moves shards between the ranks of a mesh, and counts what it moves.
+
+    A transport is what carries flat buffers: `_all_to_all` and `_pass_on`. Everything else is here, so that the answer
+    does not depend on it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._calls: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @abstractmethod
+    def _all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> None:
+        """Fill `received`, blocks of `counts.receives` elements by place, with what the peers send, and send them
+        `counts.sends`. Both are flat, contiguous and of these sizes.
+        """
+
+    @abstractmethod
+    def _pass_on(self, received: torch.Tensor, message: torch.Tensor, peers: Peers) -> Rotation:
+        """Start to send a flat message to the next place of a ring, and to receive from the previous one. An empty
+        message is not sent.
+        """
+
+    def take_traffic(self) -> Traffic:
+        """What was moved since the last call of this method."""
+        traffic = Traffic(dict(self._calls), dict(self._bytes))
+        self._calls.clear()
+        self._bytes.clear()
+        return traffic
+
+    def scatter_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan
+    ) -> QueryKeyValue:
+        """My rows of sharded streams of all heads, [B, S_r, H, D] and twice [B, S_r, Hkv, D], to all rows of my Ulysses
+        group, of my heads; one rank's rows after another's. One exchange.
+        """
+        batch, _, _, size = query.shape
+        rank, heads = self.mesh.rank, plan.heads
+        for tensor, count in ((query, heads.num_heads), (key, heads.num_kv_heads), (value, heads.num_kv_heads)):
+            expected = (batch, len(plan.shares[rank].sent_keys), count, size)
+            if tensor.shape != expected:
+                raise ValueError(f"scatter_heads: {tuple(tensor.shape)} at hand, the plan has {expected}")
+        peers, shape = self._ulysses(plan), (batch, len(plan.shares[rank].keys), size)
+        if plan.exchange == "fp8":
+            counts = scattered_bytes(plan, rank, batch=batch, head_size=size, element_size=query.element_size())
+            send = fp8.pack_heads((query, key, value), heads, counts)
+            received = self._exchange("scatter_heads", send, counts, peers)
+            return fp8.unpack_heads(received, shape, heads, peers.place, query.dtype)
+        counts = plan.scatter_heads(rank).times(batch * size)
+        received = self._exchange("scatter_heads", pack_heads((query, key, value), heads, counts), counts, peers)
+        return unpack_heads(received, shape, heads, peers.place)
+
+    def gather_heads(self, out: torch.Tensor, plan: ShardPlan, *, whole: bool = False) -> torch.Tensor:
+        """What my Ulysses group computed of my heads, [B, rows of one rank after another then those of replicated
+        streams, H_u, D], back to my rows then all of replicated streams, [B, S_r, H, D]. One exchange. whole: as it
+        is, also where the plan quantises.
+        """
+        batch, _, _, size = out.shape
+        rank, dtype = self.mesh.rank, out.dtype
+        peers = self._world() if plan.returns_to_all else self._ulysses(plan)
+        quantised = plan.exchange == "fp8" and not whole
+        if quantised:
+            counts = gathered_bytes(plan, rank, batch=batch, head_size=size)
+            out, size = fp8.quantise(out), size + SCALE_BYTES
+        else:
+            counts = plan.gather_heads(rank).times(batch * size)
+        received = self._exchange("gather_heads", pack_results(out, plan, rank), counts, peers)
+        mine = unpack_results(received, batch, size, plan, rank)
+        return fp8.dequantise(mine, dtype) if quantised else mine
+
+    def gather_keys(self, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan) -> list[KeyValue]:
+        """The travelling keys and values of all ring places, [B, S, Hkv_u, D] each, by place. One exchange."""
+        batch, _, kv_heads, size = key.shape
+        counts = plan.gather_keys(self.mesh.rank).times(batch * size)
+        message = pack_keys(key, value).repeat(plan.grid.ring)
+        received = self._exchange("gather_keys", message, counts, self._ring(plan))
+        blocks, start = [], 0
+        for count in counts.receives:
+            blocks.append(unpack_keys(received[start : start + count], batch, kv_heads, size))
+            start += count
+        return blocks
+
+    def rotate(self, message: torch.Tensor, receives: int, plan: ShardPlan) -> Rotation:
+        """Send a message to the next place of my ring, and receive one of so many elements from the previous one. It
+        returns at once. An empty message is not sent.
+        """
+        self._count("rotate_keys", message.numel() * message.element_size())
+        return self._pass_on(message.new_empty(receives), message, self._ring(plan))
+
+    def gather_rows(self, rows: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
+        """My rows [B, S_r, C] of the first sharded stream to all of its rows in order, on every rank: [B, S, C]. One
+        exchange, exact for unequal shards.
+        """
+        batch, _, width = rows.shape
+        counts = plan.gather_rows(self.mesh.rank).times(batch * width)
+        mine = rows.transpose(0, 1).contiguous().view(-1)
+        received = self._exchange("gather_rows", mine.repeat(plan.world_size), counts, self._world())
+        by_rank = received.view(plan.length, batch, width).transpose(0, 1)
+        held = chain(plan.rows)
+        return assemble(held.sorted, [(by_rank, held)])
+
+    def _ulysses(self, plan: ShardPlan) -> Peers:
+        rank, grid = self.mesh.rank, plan.grid
+        return Peers(grid.ulysses_group(rank), grid.place(rank)[1], self.mesh.groups(grid).ulysses)
+
+    def _ring(self, plan: ShardPlan) -> Peers:
+        rank, grid = self.mesh.rank, plan.grid
+        return Peers(grid.ring_group(rank), grid.place(rank)[0], self.mesh.groups(grid).ring)
+
+    def _world(self) -> Peers:
+        return Peers(range(self.mesh.world_size), self.mesh.rank, self.mesh.data)
+
+    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+        # gloo neither checks sizes nor refuses strided outputs; it returns garbage (torch 2.13), so the check is ours.
+        if send.numel() != sum(counts.sends) or not send.is_contiguous():
+            raise ValueError(f"{verb}: {send.numel()} elements at hand, the plan sends {sum(counts.sends)}")
+        if send.requires_grad and torch.is_grad_enabled():
+            moved: torch.Tensor = _Exchange.apply(send, self, verb, counts, peers)  # type: ignore[no-untyped-call]
+            return moved
+        return self.move(verb, send, counts, peers)
+
+    def move(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+        """One all-to-all of a flat tensor, without a backward pass."""
+        received = send.new_empty(sum(counts.receives))
+        self._all_to_all(received, send, counts, peers)
+        self._count(verb, (sum(counts.sends) - counts.sends[peers.place]) * send.element_size())
+        return received
+
+    def _count(self, verb: str, sent: int) -> None:
+        self._calls[verb] += 1
+        self._bytes[verb] += sent
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all whose backward pass sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, send: torch.Tensor, transport: Transport, verb: str, counts: ExchangeCounts, peers: Peers
+    ) -> torch.Tensor:
+        ctx.way_back = (transport, f"{verb}_backward", counts.reversed, peers)
+        return transport.move(verb, send, counts, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        transport, verb, counts, peers = ctx.way_back
+        return (transport.move(verb, gradients[0].contiguous(), counts, peers), None, None, None, None)
