@@ -100,7 +100,7 @@ class Capabilities:
 
 
 EVERYTHING = Capabilities(
-    masks=EVERY_MASK,
+    masks=(*EVERY_MASK, "block"),
     causal=True,
     grouped=True,
     value_head_size=True,

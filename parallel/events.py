@@ -51,7 +51,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collective calls and bytes that left one rank, by verb: scatter_heads, gather_heads, gather_rows."""
+    """Collective calls and bytes that left one rank, by verb: scatter_heads, gather_heads, rotate_keys (a step of a
+    ring), gather_keys, gather_rows; those of a backward pass end in `_backward`.
+    """
 
     calls: Mapping[str, int] = field(default_factory=dict)
     bytes_sent: Mapping[str, int] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -24,8 +25,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
 
 from backends.platforms.facts import DeviceFacts, local_device
 from backends.registry import Registry
-from kernel_grid.cases import DTYPES, FEATURES, LENGTHS, Claim, claims, head_sizes
+from kernel_grid.cases import DTYPES, FEATURES, KV_HEADS, LENGTHS, Claim, claims, head_sizes
 from kernel_grid.jobs import Job, jobs_of, run_job, run_jobs, wanted
+from kernel_grid.page import written
 from kernel_grid.record import summary
 
 EXAMPLE = """example:
@@ -34,8 +36,8 @@ EXAMPLE = """example:
 """
 
 
-def main() -> int:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
     registry = Registry()
     device = local_device(options.device, registry.distributions())
     if options.job:
@@ -43,7 +45,7 @@ def main() -> int:
         return 0
     every = tuple(claim for claim in claims(registry, device) if wanted(claim.name, options.only))
     sizes = options.head_sizes or head_sizes(every)
-    covered = (options.dtypes, sizes, options.features, options.longest)
+    covered = (options.dtypes, sizes, options.features, options.longest, options.kv_heads)
     jobs = tuple(jobs_of(every, device, *covered, fine=options.fine))
     print(f"{device.label}: {len(every)} claims, {len(jobs)} jobs", flush=True)
     only = ["--only", *options.only] if options.only else []
@@ -55,14 +57,18 @@ def main() -> int:
     run = {
         "date": date.today().isoformat(),
         "device": device.label,
-        **_versions(device, every),
+        **_versions(device),
         "seconds": round(time.monotonic() - started),
-        **dict(zip(("dtypes", "head_sizes", "features", "longest"), covered, strict=True)),
+        **dict(zip(("dtypes", "head_sizes", "features", "longest", "kv_heads"), covered, strict=True)),
         "unfinished": unfinished,
     }
-    found = summary(outcomes, {claim.name: _claimed(claim) for claim in every})
+    found = summary(outcomes, {claim.name: claimed(claim) for claim in every})
     if options.json:
-        _write(options.json, {name: {"run": run, **claim} for name, claim in found.items()})
+        packages = {claim.name: _packages(device, claim) for claim in every}
+        _write(options.json, {name: {"run": run, "packages": packages[name], **found[name]} for name in found})
+        if options.page:
+            recorded = json.loads(options.json.read_text(encoding="utf-8"))["claims"]
+            options.page.write_text(written(options.page.read_text(encoding="utf-8"), recorded), encoding="utf-8")
     return _say(found, unfinished)
 
 
@@ -86,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--features", nargs="*", default=list(FEATURES), choices=FEATURES, metavar="F", help="default: all"
     )
+    parser.add_argument("--kv-heads", nargs="*", type=int, default=list(KV_HEADS), choices=KV_HEADS, help="of 4 heads")
     parser.add_argument("--fine", action="store_true", help="a process for each feature, for kernels compiled for each")
     parser.add_argument(
         "--longest", type=int, default=max(LENGTHS), metavar="ROWS", help="of the lengths, these at most"
@@ -93,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=4, help="processes at a time (default: 4)")
     parser.add_argument("--minutes", type=float, default=60, help="stop after these (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the record there, for its claims")
+    parser.add_argument("--page", type=Path, metavar="PAGE", help="put the table of that record between its marks")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -106,19 +114,19 @@ def _gpus(device: DeviceFacts) -> int:
     return torch.cuda.device_count()
 
 
-def _versions(device: DeviceFacts, every: tuple[Claim, ...]) -> dict[str, Any]:
+def _versions(device: DeviceFacts) -> dict[str, Any]:
     import torch
 
-    names = {name for claim in every for name in claim.variant.distributions}
-    packages = {name: device.version(name) for name in sorted(names) if device.version(name)}
-    return {
-        "processor": torch.cuda.get_device_name() if device.platform != "cpu" else platform.machine(),
-        "torch": torch.__version__,
-        "packages": packages,
-    }
+    processor = torch.cuda.get_device_name() if device.platform != "cpu" else platform.machine()
+    return {"processor": processor, "torch": torch.__version__}
 
 
-def _claimed(claim: Claim) -> dict[str, Any]:
+def _packages(device: DeviceFacts, claim: Claim) -> dict[str, str]:
+    """Those of the claim's variant, with their versions."""
+    return {name: version for name in claim.variant.distributions if (version := device.version(name))}
+
+
+def claimed(claim: Claim) -> dict[str, Any]:
     takes = asdict(claim.variant.takes)
     return {**takes, "head_sizes": str(claim.variant.takes.head_sizes)}
 

@@ -15,11 +15,11 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local cluster with room for 8 ranks, whatever the machine has."""
+    """A local cluster with room for groups of up to 8 ranks side by side, whatever the machine has."""
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

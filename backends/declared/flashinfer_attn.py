@@ -3,8 +3,8 @@
 Read from `flashinfer-python` 0.7.4 (0.6.18 has the same methods): which of the kernels takes a mask or a soft cap, and
 which head sizes all of them have. `fa2` takes a mask, so that it also serves any window, as one where the kernel has
 none of its own (its own is causal). `cute-dsl` alone takes V in another dtype than Q and K; its kernel for head size
-128 is downloaded when it is first used, or compiled. `fa3` and `fa2` were run on H200, in bfloat16 with head sizes 64
-and 128; `cute-dsl` and all kernels on other chips have not been run on hardware.
+128 is downloaded when it is first used, or compiled. `fa3` and `fa2` were run on H200; `cute-dsl` and all kernels on
+other chips have not been run on hardware.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MASKED: tuple[MaskKind, ...] = ("none", "key_padding", "full")
 
 @dataclass(frozen=True)
 class FlashinferQuant:
-    """Other dtypes than the call's inside the kernel; the result is in the call's.
+    """Other dtypes than the call's inside the kernel, with their range and precision; the result is in the call's.
 
     dtype_qk: of Q and K. dtype_vo: of V; with fp8, every channel of V is scaled to the range of fp8.
     """
@@ -112,7 +112,8 @@ class FlashinferAttnBackend(AttentionBackend):
 
     @classmethod
     def exactness_of(cls, variant: Variant, blocks: Blocks) -> Exactness:
-        return "lossy-quantised" if _quant(blocks).dtype_vo == FP8 else variant.exactness
+        quant = _quant(blocks)
+        return variant.exactness if quant == FlashinferQuant() else "lossy-quantised"
 
 
 def _quant(blocks: Blocks) -> FlashinferQuant:

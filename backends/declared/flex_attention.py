@@ -41,6 +41,7 @@ class FlexAttentionBackend(AttentionBackend):
                 gradient=True,
                 lse_gradient=True,
             ),
+            run_on=("cuda:9.0",),
         ),
         Variant("plain", _IMPL, chips=("cpu",), takes=_TAKES, run_on=("cpu",)),
     )

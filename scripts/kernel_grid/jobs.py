@@ -172,11 +172,12 @@ def jobs_of(
     sizes: Sequence[int],
     features: Sequence[str],
     longest: int,
+    kv_heads: Sequence[int] = KV_HEADS,
     *,
     fine: bool = False,
 ) -> Iterator[Job]:
     """The jobs that have a case, those with the most first. fine: one for each feature."""
     parts = [(feature,) for feature in features] if fine else [tuple(features)]
-    jobs = [Job(*key, longest) for key in product(dtypes, sizes, KV_HEADS, parts)]
+    jobs = [Job(*key, longest) for key in product(dtypes, sizes, kv_heads, parts)]
     counted = {job: number_of_calls(job, every, device) for job in jobs}
     return (job for job in sorted(jobs, key=lambda job: -counted[job]) if counted[job])

@@ -59,7 +59,7 @@ class Exact:
         self.metadata = metadata_of(call, device, dtype)
         self.upstream = draw(call.rows, HEADS)
         self.lse_upstream = draw(call.rows, HEADS, 1)[..., 0].transpose(1, 2).double()
-        inputs = tuple(tensor.double().requires_grad_() for tensor in self.qkv)
+        inputs = tuple(tensor.to(torch.float64, copy=True).requires_grad_() for tensor in self.qkv)
         query, key, value = inputs
         out, lse = plain_attention_with_lse(
             query,

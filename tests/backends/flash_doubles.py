@@ -15,23 +15,63 @@ import torch
 from backends.kernels import vendor_flash_attn
 from backends.kernels.packages import imported
 from tests.backends.published import as_published
-from tests.backends.vendor_doubles import attend, band, documents, put, scores_of
+from tests.backends.vendor_doubles import FP8, attend, band, documents, put, scores_of
 
 CALLS: list[dict[str, Any]] = []
 
 
-def dense(q: Any, k: Any, v: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
-    return torch.stack([attend(*row, scale, allowed, soft_cap) for row in zip(q, k, v, strict=True)]).to(q.dtype)
+def dense(
+    q: Any, k: Any, v: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0, sinks: Any = None
+) -> torch.Tensor:
+    rows = [attend(*row, scale, allowed, soft_cap, sinks) for row in zip(q, k, v, strict=True)]
+    return torch.stack(rows).to(q.dtype)
 
 
-def dense_lse(q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
+def dense_lse(
+    q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0, sinks: Any = None
+) -> torch.Tensor:
     """[B, H, n], natural; as all of them, plus infinity for rows without keys but in version 4."""
-    return torch.stack([lse_of(*row, scale, allowed, soft_cap) for row in zip(q, k, strict=True)])
+    return torch.stack([lse_of(*row, scale, allowed, soft_cap, sinks) for row in zip(q, k, strict=True)])
 
 
-def lse_of(q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0) -> torch.Tensor:
-    lse = torch.logsumexp(scores_of(q, k, scale, allowed, soft_cap), dim=-1).float()
+def lse_of(
+    q: Any, k: Any, scale: float, allowed: torch.Tensor, soft_cap: float = 0.0, sinks: Any = None
+) -> torch.Tensor:
+    lse = torch.logsumexp(scores_of(q, k, scale, allowed, soft_cap, sinks), dim=-1).float()
     return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def ragged(
+    tensors: tuple[Any, Any, Any],
+    offsets: tuple[Any, Any],
+    longest: tuple[int, int],
+    scale: float,
+    allowed_of: Callable[[int, int], torch.Tensor],
+    soft_cap: float,
+    sinks: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all documents, and their log-sum-exp [H, rows]."""
+    q, k, v = tensors
+    assert offsets[0].dtype == offsets[1].dtype == torch.int32
+    assert longest == (int(offsets[0].diff().max()), int(offsets[1].diff().max()))
+    parts, sums = [], []
+    for rows, keys in zip(documents(offsets[0]), documents(offsets[1]), strict=True):
+        allowed = allowed_of(rows.stop - rows.start, keys.stop - keys.start)
+        parts.append(attend(q[rows], k[keys], v[keys], scale, allowed, soft_cap, sinks))
+        sums.append(lse_of(q[rows], k[keys], scale, allowed, soft_cap, sinks))
+    return torch.cat(parts).to(q.dtype), torch.cat(sums, dim=1)
+
+
+def unscaled(tensor: Any, descale: Any, documents_of: int | None = None) -> Any:
+    """fp8 [B, S, H, D], or [rows, H, D] of documents with one scale, as the numbers that it stands for."""
+    if descale is None:
+        return tensor
+    assert tensor.dtype == FP8
+    batch = tensor.shape[0] if documents_of is None else documents_of
+    assert descale.dtype == torch.float32
+    assert descale.shape[0] == batch
+    scale = descale.repeat_interleave(tensor.shape[-2] // descale.shape[1], dim=1)
+    return tensor.double() * (scale[:, None, :, None] if documents_of is None else scale[0, :, None])
 
 
 @as_published("flash_attn.flash_attn_func")
@@ -74,16 +114,14 @@ def flash_attn_varlen_func(
     block_table: Any = None,
 ) -> Any:
     CALLS.append(locals())
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max()))
-    parts, sums = [], []
-    for rows, keys in zip(documents(cu_seqlens_q), documents(cu_seqlens_k), strict=True):
-        n, m = rows.stop - rows.start, keys.stop - keys.start
-        allowed = band(n, m, causal=causal, before=window_size[0], after=window_size[1])
-        parts.append(attend(q[rows], k[keys], v[keys], softmax_scale, allowed, softcap))
-        sums.append(lse_of(q[rows], k[keys], softmax_scale, allowed, softcap))
-    out = torch.cat(parts).to(q.dtype)
-    return (out, torch.cat(sums, dim=1), None) if return_attn_probs else out
+
+    def allowed(rows: int, keys: int) -> torch.Tensor:
+        return band(rows, keys, causal=causal, before=window_size[0], after=window_size[1])
+
+    out, lse = ragged(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, allowed, softcap
+    )
+    return (out, lse, None) if return_attn_probs else out
 
 
 @as_published("fa3_fwd_interface.flash_attn_func")
@@ -107,9 +145,51 @@ def fa3_flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     CALLS.append(locals())
+    assert window_size == (-1, -1)  # built without
+    q, k, v = (unscaled(x, scale) for x, scale in ((q, q_descale), (k, k_descale), (v, v_descale)))
     allowed = band(q.shape[1], k.shape[1], causal=causal)
-    out = dense(q, k, v, softmax_scale, allowed).nan_to_num(0)
-    return (out, dense_lse(q, k, softmax_scale, allowed)) if return_attn_probs else out
+    out = dense(q, k, v, softmax_scale, allowed, softcap).nan_to_num(0).to(torch.bfloat16)
+    return (out, dense_lse(q, k, softmax_scale, allowed, softcap)) if return_attn_probs else out
+
+
+@as_published("fa3_fwd_interface.flash_attn_varlen_func")
+def fa3_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    CALLS.append(locals())
+    assert window_size == (-1, -1)
+    count = len(cu_seqlens_q) - 1
+    q, k, v = (unscaled(x, scale, count) for x, scale in ((q, q_descale), (k, k_descale), (v, v_descale)))
+
+    def allowed(rows: int, keys: int) -> torch.Tensor:
+        return band(rows, keys, causal=causal)
+
+    out, lse = ragged(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, allowed, softcap
+    )
+    return (out.to(torch.bfloat16), lse) if return_attn_probs else out.to(torch.bfloat16)
 
 
 @as_published("flash_attn.cute.flash_attn_func")
@@ -139,9 +219,57 @@ def fa4_flash_attn_func(
     gather_bwd_token_chunk: Any = None,
 ) -> Any:
     CALLS.append(locals())
-    allowed = band(q.shape[1], k.shape[1], causal=causal)
-    out = dense(q, k, v, softmax_scale, allowed).nan_to_num(0)
-    lse = dense_lse(q, k, softmax_scale, allowed)
+    before, after = (-1 if side is None else side for side in window_size)
+    allowed = band(q.shape[1], k.shape[1], causal=causal, before=before, after=after)
+    out = dense(q, k, v, softmax_scale, allowed, softcap, learnable_sink).nan_to_num(0)
+    lse = dense_lse(q, k, softmax_scale, allowed, softcap, learnable_sink)
+    return out, lse.masked_fill(lse == float("inf"), float("-inf")) if return_lse else None
+
+
+@as_published("flash_attn.cute.flash_attn_varlen_func")
+def fa4_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    qv: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    min_seqlen_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    gather_kv_indices: Any = None,
+    page_table: Any = None,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (None, None),
+    learnable_sink: Any = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Any = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: Any = None,
+    disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: Any = None,
+) -> Any:
+    CALLS.append(locals())
+    before, after = (-1 if side is None else side for side in window_size)
+
+    def allowed(rows: int, keys: int) -> torch.Tensor:
+        return band(rows, keys, causal=causal, before=before, after=after)
+
+    offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    out, lse = ragged((q, k, v), offsets, longest, softmax_scale, allowed, softcap, learnable_sink)
     return out, lse.masked_fill(lse == float("inf"), float("-inf")) if return_lse else None
 
 
@@ -277,7 +405,9 @@ PUBLISHED: list[tuple[str, str, Callable[..., Any]]] = [
     ("flash_attn", "flash_attn_func", flash_attn_func),
     ("flash_attn", "flash_attn_varlen_func", flash_attn_varlen_func),
     ("fa3_fwd_interface", "flash_attn_func", fa3_flash_attn_func),
+    ("fa3_fwd_interface", "flash_attn_varlen_func", fa3_flash_attn_varlen_func),
     ("flash_attn.cute", "flash_attn_func", fa4_flash_attn_func),
+    ("flash_attn.cute", "flash_attn_varlen_func", fa4_flash_attn_varlen_func),
     ("aiter", "flash_attn_func", aiter_flash_attn_func),
     ("torch_npu", "npu_fusion_attention", npu_fusion_attention),
     ("vllm_xpu_kernels.flash_attn_interface", "flash_attn_varlen_func", xpu_flash_attn_varlen_func),

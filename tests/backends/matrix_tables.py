@@ -12,25 +12,17 @@ from typing import Any
 CALLS = {"128": (128, "none"), "80": (80, "none"), "128 masked": (128, "full"), "80 masked": (80, "full")}
 SDPA = dict.fromkeys(CALLS, "TORCH_SDPA")
 FLASH = {**SDPA, "128": "FLASH_ATTN", "80": "FLASH_ATTN"}  # a mask goes to the first that takes it, never lost
+CUDNN = dict.fromkeys(CALLS, "CUDNN_ATTN")  # which takes masks, as measured on H200
+FLASH_CUDNN = {**CUDNN, "128": "FLASH_ATTN", "80": "FLASH_ATTN"}
 
 # Device -> call -> what a role without a choice gets, with every package there.
 AUTOMATIC: dict[str, dict[str, str]] = {
     "cpu": SDPA,  # mended: contract 4.1 has no CPU route at all
     "cuda:7.5": SDPA,  # contract 4.2, automatic 5 and 6: FlashAttention from 8.0 on
-    "cuda:8.0": FLASH,  # contract 4.2 (P12); mended: masks are an input of the choice
-    "cuda:9.0": FLASH,  # contract 4.2 (P12), vllm 1.5
-    "cuda:10.0": {  # contract 4.2, automatic 2 and 3 (P11); the mask: cuDNN takes none here, FlashInfer does
-        "128": "CUDNN_ATTN",
-        "80": "CUDNN_ATTN",
-        "128 masked": "FLASHINFER_ATTN",
-        "80 masked": "TORCH_SDPA",  # contract 3: FlashInfer has head sizes 64, 128 and 256
-    },
-    "cuda:12.0": {  # contract 4.2, automatic 2 and 3: major 12 is Blackwell there
-        "128": "CUDNN_ATTN",
-        "80": "CUDNN_ATTN",
-        "128 masked": "FLASHINFER_ATTN",
-        "80 masked": "TORCH_SDPA",
-    },
+    "cuda:8.0": FLASH_CUDNN,  # contract 4.2 (P12); mended: masks are an input of the choice
+    "cuda:9.0": FLASH_CUDNN,  # contract 4.2 (P12), vllm 1.5
+    "cuda:10.0": CUDNN,  # contract 4.2, automatic 2 and 3 (P11)
+    "cuda:12.0": CUDNN,  # contract 4.2, automatic 2 and 3: major 12 is Blackwell there
     "rocm:gfx942": FLASH,  # contract 4.3: aiter on gfx942 and gfx950
     "npu": FLASH,  # contract 4.6
     "xpu": {**FLASH, "80": "TORCH_SDPA"},  # contract 4.4; mended: head sizes that are not compiled in
@@ -43,8 +35,8 @@ PERMITTED = {**AUTOMATIC, "cuda:10.0": {**AUTOMATIC["cuda:10.0"], "128": "TRTLLM
 EXPLICIT: dict[str, dict[str, dict[str, str]]] = {
     "REFERENCE": {device: dict.fromkeys(CALLS, "plain") for device in AUTOMATIC},
     "TORCH_SDPA": {device: dict.fromkeys(CALLS, "torch") for device in AUTOMATIC},  # contract 3: any size, masks
-    "CUDNN_ATTN": {  # contract 4.2 (P6); mended: the chip is checked, and masks are refused instead of ignored
-        device: {"128": "cudnn", "80": "cudnn"} for device in ("cuda:8.0", "cuda:9.0", "cuda:10.0", "cuda:12.0")
+    "CUDNN_ATTN": {  # contract 4.2 (P6); mended: the chip is checked
+        device: dict.fromkeys(CALLS, "cudnn") for device in ("cuda:8.0", "cuda:9.0", "cuda:10.0", "cuda:12.0")
     },
     "FLASH_ATTN": {
         "cuda:8.0": {"128": "fa2", "80": "fa2"},  # vllm 2.1: FA2 from 8.0 on, multiples of 8 up to 256
@@ -71,34 +63,38 @@ EXPLICIT: dict[str, dict[str, dict[str, str]]] = {
     "SAGE_ATTN_3": {"cuda:12.0": {"128": "fp4"}},  # contract 4.2; mended: the kernel is for 12.0, not from 10.0 on
     "FLEX_ATTENTION": {  # in none of the contracts: torch's documentation, kernels/flex of its Inductor
         "cpu": dict.fromkeys(CALLS, "plain"),
-        **{d: dict.fromkeys(CALLS, "compiled") for d in ("cuda:8.0", "cuda:9.0", "cuda:10.0", "cuda:12.0")},
+        **{
+            d: {"128": "compiled", "128 masked": "compiled"} for d in ("cuda:8.0", "cuda:9.0", "cuda:10.0", "cuda:12.0")
+        },
     },
 }
 
 HALVES = ("bfloat16", "float16")
 TO_256 = (8, 64, 80, 96, 128, 136, 192, 256)
+FA4 = "causal grouped window soft_cap sinks packed lse"
 SIZES = (1, 8, 12, 20, 64, 80, 96, 128, 136, 192, 256, 320, 512, 768, 776)
 EVERY_MASK = ("key_padding", "full", "per_head")
+ALL_MASKS = (*EVERY_MASK, "block")
 # Backend and variant -> dtypes, head sizes out of SIZES, masks, and what else its calls may ask.
 TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], str]] = {
     ("REFERENCE", "plain"): (
         ("float64", "float32", *HALVES),
         SIZES,
         EVERY_MASK,
-        "causal grouped value_head_size window soft_cap sinks packed lse gradient",
+        "causal grouped value_head_size bias window soft_cap sinks packed lse gradient lse_gradient",
     ),
     ("TORCH_SDPA", "torch"): (
         ("float64", "float32", *HALVES),
         SIZES,
         EVERY_MASK,  # contract 5.1 passes 4D masks on
-        "causal grouped value_head_size gradient",  # contract 10, 12: packed calls are refused, not ignored
+        "causal grouped value_head_size bias gradient",  # contract 10, 12: packed calls are refused, not ignored
     ),
-    ("CUDNN_ATTN", "cudnn"): (HALVES, (8, 64, 80, 96, 128), (), "causal grouped"),
+    ("CUDNN_ATTN", "cudnn"): (HALVES, (8, 64, 80, 96, 128), EVERY_MASK, "causal grouped bias lse gradient"),
     # contract 7.5: the log-sum-exp of versions 2, 3 and 4 merges the blocks of a ring
-    ("FLASH_ATTN", "fa3"): (("bfloat16",), TO_256, (), "causal grouped lse"),
-    ("FLASH_ATTN", "fa4"): (HALVES, TO_256, (), "causal grouped lse"),
-    ("FLASH_ATTN", "fa4-blackwell"): (HALVES, (8, 64, 80, 96, 128, 256), (), "causal grouped lse"),  # vllm 1.6: TMEM
-    ("FLASH_ATTN", "fa2"): (HALVES, TO_256, (), "causal grouped window soft_cap packed lse"),
+    ("FLASH_ATTN", "fa3"): (("bfloat16",), (8, 64, 80, 96, 128, 192, 256), (), "causal grouped soft_cap packed lse"),
+    ("FLASH_ATTN", "fa4"): (HALVES, (64, 80, 96, 128), (), f"{FA4} gradient lse_gradient"),  # as measured on H200
+    ("FLASH_ATTN", "fa4-blackwell"): (HALVES, (8, 64, 80, 96, 128), (), FA4),  # vllm 1.6: TMEM
+    ("FLASH_ATTN", "fa2"): (HALVES, TO_256, (), "causal grouped window soft_cap packed lse gradient"),
     ("FLASH_ATTN", "rocm-aiter"): (HALVES, TO_256, (), "causal grouped"),
     ("FLASH_ATTN", "npu"): (("float32", *HALVES), SIZES[:-1], (), "causal grouped"),
     ("FLASH_ATTN", "xpu"): (HALVES, (64, 128, 256), (), "causal grouped packed"),
@@ -106,11 +102,11 @@ TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, 
     # no windows, soft caps and documents are claimed of them; contract 5.3 loses documents silently
     ("FLASH_ATTN_HUB", "flash-attn2"): (HALVES, TO_256, (), "causal grouped lse gradient"),
     ("FLASH_ATTN_3_HUB", "flash-attn3"): (HALVES, (64, 96, 128, 192, 256), (), "causal grouped lse gradient"),
-    ("FLASHINFER_ATTN", "fa3"): (HALVES, (64, 128, 256), (), "causal grouped soft_cap packed lse"),
-    ("FLASHINFER_ATTN", "cute-dsl"): (HALVES, (64, 128, 256), (), "causal grouped packed lse"),
+    ("FLASHINFER_ATTN", "fa3"): (HALVES, (64, 128), (), "causal grouped packed lse"),
+    ("FLASHINFER_ATTN", "cute-dsl"): (HALVES, (64, 128), (), "causal grouped packed lse"),
     ("FLASHINFER_ATTN", "fa2"): (
         HALVES,
-        (64, 128, 256),
+        (64, 128),
         ("key_padding", "full"),  # contract 5.5: boolean masks; mended: no head's mask for all
         "causal grouped window soft_cap packed lse",
     ),
@@ -119,16 +115,16 @@ TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, 
     ("SAGE_ATTN", "int8"): (("float32", *HALVES), (64, 96, 128), (), "causal grouped"),  # contract 5.7; its sageattn
     # contract 5.8: fewer KV heads are not implemented; mended: 256, which its package gives to torch
     ("SAGE_ATTN_3", "fp4"): (HALVES, (64, 128), (), "causal"),
-    ("FLEX_ATTENTION", "compiled"): (  # torch 2.13: at least 16, fp32 and halves, no sinks; no smallest size on CPU
-        ("float32", *HALVES),
-        (64, 80, 96, 128, 192, 256),
-        EVERY_MASK,
-        "causal grouped value_head_size window soft_cap packed lse",
+    ("FLEX_ATTENTION", "compiled"): (  # as measured on H200
+        ("bfloat16",),
+        (64, 128),
+        ALL_MASKS,
+        "causal grouped value_head_size window soft_cap packed lse gradient lse_gradient",
     ),
-    ("FLEX_ATTENTION", "plain"): (
+    ("FLEX_ATTENTION", "plain"): (  # torch 2.13: no sinks; no smallest size on CPU
         ("float64", "float32", *HALVES),
         SIZES,
-        EVERY_MASK,
+        ALL_MASKS,
         "causal grouped value_head_size window soft_cap packed lse",
     ),
 }
@@ -136,7 +132,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "grouped": {"num_kv_heads": 4},
     "value_head_size": {"value_head_size": 16},
-    **{name: {name: True} for name in ("window", "soft_cap", "sinks", "packed", "lse", "gradient")},
+    **{name: {name: True} for name in ("bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")},
+    "lse_gradient": {"lse": True, "gradient": True},
 }
 # Chips beside those of AUTOMATIC.
 MORE_CHIPS = (

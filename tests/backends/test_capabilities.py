@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -25,21 +26,19 @@ PACKAGES = {
 }
 EVERY_SIZE = set(SIZES)
 STEPS_TO_128 = {64, 80, 128}
-STEPS_TO_256 = {64, 80, 128, 136, 256}
-BLACKWELL = {64, 80, 128, 256}
-SIXTEENS_TO_256 = set(range(16, 257, 16))
+FA3_SIZES = {64, 80, 128, 256}
 
 # (backend, device, packages, dtype) -> the variant and the head sizes that it takes; what is not here is refused.
 FLASH_ATTN = {
-    ("9.0", "fa3", "bfloat16"): ("fa3", STEPS_TO_256),
-    ("9.0", "both", "bfloat16"): ("fa3", STEPS_TO_256),
-    ("9.0", "fa4", "bfloat16"): ("fa4", STEPS_TO_256),
-    ("9.0", "fa4", "float16"): ("fa4", STEPS_TO_256),
-    ("9.0", "both", "float16"): ("fa4", STEPS_TO_256),
-    ("10.0", "fa4", "bfloat16"): ("fa4-blackwell", BLACKWELL),
-    ("10.0", "fa4", "float16"): ("fa4-blackwell", BLACKWELL),
-    ("10.0", "both", "bfloat16"): ("fa4-blackwell", BLACKWELL),
-    ("10.0", "both", "float16"): ("fa4-blackwell", BLACKWELL),
+    ("9.0", "fa3", "bfloat16"): ("fa3", FA3_SIZES),
+    ("9.0", "both", "bfloat16"): ("fa3", FA3_SIZES),
+    ("9.0", "fa4", "bfloat16"): ("fa4", STEPS_TO_128),
+    ("9.0", "fa4", "float16"): ("fa4", STEPS_TO_128),
+    ("9.0", "both", "float16"): ("fa4", STEPS_TO_128),
+    ("10.0", "fa4", "bfloat16"): ("fa4-blackwell", STEPS_TO_128),
+    ("10.0", "fa4", "float16"): ("fa4-blackwell", STEPS_TO_128),
+    ("10.0", "both", "bfloat16"): ("fa4-blackwell", STEPS_TO_128),
+    ("10.0", "both", "float16"): ("fa4-blackwell", STEPS_TO_128),
 }
 CUDNN_DEVICES = ("8.0", "9.0", "10.0", "12.0")
 CUDNN_DTYPES = ("bfloat16", "float16")
@@ -56,7 +55,7 @@ def expected(backend: str, device: str, packages: str, dtype: str, size: int) ->
     if backend == "FLEX_ATTENTION":
         if device == "cpu":
             return "plain"
-        return "compiled" if device in CUDNN_DEVICES and dtype != "float64" and size in SIXTEENS_TO_256 else None
+        return "compiled" if device in CUDNN_DEVICES and dtype == "bfloat16" and size in {64, 128} else None
     if backend != "FLASH_ATTN":
         return None  # their packages are not there
     variant, sizes = FLASH_ATTN.get((device, packages, dtype), (None, set()))
@@ -98,12 +97,12 @@ def test_a_backend_takes_exactly_what_the_table_says(backend: str, device: str, 
         ("TORCH_SDPA", "cpu", True),
         ("TORCH_SDPA", "9.0", True),
         ("REFERENCE", "cpu", True),
-        ("CUDNN_ATTN", "9.0", False),
+        ("CUDNN_ATTN", "9.0", True),
         ("FLASH_ATTN", "9.0", False),
         ("FLASH_ATTN", "10.0", False),
     ],
 )
-def test_only_torch_and_the_reference_take_a_mask(backend: str, device: str, takes_masks: bool) -> None:
+def test_flash_attention_takes_no_mask(backend: str, device: str, takes_masks: bool) -> None:
     facts = device_of(device, "both")
     assert backend_of(backend).validate_configuration(call(), facts) == []
     assert (rules(backend, call(mask="full"), facts) == []) is takes_masks
@@ -167,9 +166,11 @@ def test_another_chips_variant_has_nothing_to_say_where_one_fits_the_chip() -> N
 
 def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
     assert rules("FLASH_ATTN", call(size=127, dtype="float16"), device_of("9.0", "both")) == [
-        "head size 127 is not supported; it takes multiples of 8 up to 256",
+        "variant fa3: head size 127 is not supported; it takes multiples of 8 up to 128, and 192, 256",
         "variant fa3: dtype float16 is not supported; it takes bfloat16",
+        "variant fa4: head size 127 is not supported; it takes 64, 80, 96, 112, 128",
         "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6')",
+        "variant fa2: head size 127 is not supported; it takes multiples of 8 up to 256",
     ]
 
 
@@ -182,11 +183,13 @@ def test_without_packages_each_variant_says_what_to_install() -> None:
 
 
 def test_every_fault_of_a_call_is_found_at_once() -> None:
-    found = backend_of("CUDNN_ATTN").validate_configuration(call(300, "float32", "full"), device_of("9.0"))
+    found = backend_of("CUDNN_ATTN").validate_configuration(
+        replace(call(300, "float32"), window=True), device_of("9.0")
+    )
     assert [(fault.key, fault.value) for fault in found] == [
         ("head_size", 300),
         ("dtype", "float32"),
-        ("mask", "full"),
+        ("window", True),
     ]
     assert found[1].allowed == ("bfloat16", "float16")
     assert found[1].remedy.startswith("set run.dtype, ")

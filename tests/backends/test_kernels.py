@@ -222,14 +222,22 @@ def flash_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "name"),
-    [(FlashAttn3Impl, "fa3_fwd_interface.flash_attn_func"), (FlashAttn4Impl, "flash_attn.cute.flash_attn_func")],
+    ("kernel", "name", "none"),
+    [
+        (FlashAttn3Impl, "fa3_fwd_interface.flash_attn_func", {"softcap": 0.0}),
+        (
+            FlashAttn4Impl,
+            "flash_attn.cute.flash_attn_func",
+            {"softcap": 0.0, "window_size": (None, None), "learnable_sink": None},
+        ),
+    ],
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_flash_attention_gets_the_tensors_as_they_are(
     kernel: type[AttentionImpl],
     name: str,
+    none: dict[str, Any],
     causal: bool,
     with_lse: bool,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -243,7 +251,7 @@ def test_flash_attention_gets_the_tensors_as_they_are(
     ((args, kwargs),) = double.calls
     assert len(args) == 3
     assert all(got is given for got, given in zip(args, qkv, strict=True))
-    assert kwargs == {"softmax_scale": 0.25, "causal": causal}
+    assert kwargs == {"softmax_scale": 0.25, "causal": causal, **none}
     assert impl.kernel == name
 
 

@@ -175,7 +175,7 @@ def test_without_keys_a_row_has_minus_infinity(kernel: type[AttentionImpl]) -> N
     assert bool((lse == float("-inf")).all())
 
 
-@pytest.mark.parametrize("kernel", [FlashAttn2Impl, *FLASHINFER])
+@pytest.mark.parametrize("kernel", [*FLASH, *FLASHINFER])
 @pytest.mark.parametrize(
     "lengths", [((5, 3, 5), (4, 2, 7)), ((13,), (13,)), ((6, 3, 4), (9, 0, 4)), ((13, 0), (0, 13))]
 )
@@ -186,7 +186,7 @@ def test_documents_have_their_own(kernel: type[AttentionImpl], lengths: tuple[An
     assert_close(lse, lse64(*qkv[:2], metadata, causal=False), 1e-6)
 
 
-@pytest.mark.parametrize("kernel", [FlashAttn2Impl, FlashinferFa2Impl])
+@pytest.mark.parametrize("kernel", [FlashAttn2Impl, FlashAttn4Impl, FlashinferFa2Impl])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, (3, 2), (4, None)])
 @pytest.mark.parametrize("causal", [False, True])

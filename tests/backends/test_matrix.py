@@ -18,10 +18,10 @@ from backends.selector import Selector
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 from tests.backends.matrix_tables import (
+    ALL_MASKS,
     AUTOMATIC,
     BUILT,
     CALLS,
-    EVERY_MASK,
     EXPLICIT,
     HALVES,
     MORE_CHIPS,
@@ -121,7 +121,7 @@ def taken() -> Cells:
         cells[name, variant.name] = (
             tuple(d for d in ("float64", "float32", *HALVES, "int8") if takes(dtype=d)),
             tuple(size for size in SIZES if takes(head_size=size)),
-            tuple(mask for mask in EVERY_MASK if takes(mask=mask)),
+            tuple(mask for mask in ALL_MASKS if takes(mask=mask)),
             " ".join(switch for switch, asked in SWITCHES.items() if takes(**asked)),
         )
         labels = (*AUTOMATIC, *MORE_CHIPS)
@@ -173,7 +173,7 @@ def test_every_cell_is_as_it_is_written() -> None:
 
 PREDICATES = (
     *("head_size", "value_head_size", "dtype", "mask", "num_kv_heads"),
-    *("causal", "window", "soft_cap", "sinks", "packed", "lse", "gradient"),
+    *("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient"),
 )
 
 
@@ -198,12 +198,17 @@ def test_chips_and_packages_that_are_not_checked_show(monkeypatch: pytest.Monkey
         assert is_noticed()
 
 
+LAST = ("sinks", "packed", "lse", "gradient")
+
+
 def mutants(variant: Variant) -> Iterator[Variant]:
     """The variant with one thing of its declaration turned round."""
     takes = variant.takes
-    for name in ("causal", "grouped", "value_head_size", "window", "soft_cap", "sinks", "packed", "lse", "gradient"):
+    for name in (*("causal", "bias", "grouped", "value_head_size", "window", "soft_cap"), *LAST):
         yield replace(variant, takes=replace(takes, **{name: not getattr(takes, name)}))
-    for mask in EVERY_MASK:
+    if takes.lse and takes.gradient:
+        yield replace(variant, takes=replace(takes, lse_gradient=not takes.lse_gradient))
+    for mask in ALL_MASKS:
         masks = tuple(m for m in takes.masks if m != mask) if mask in takes.masks else (*takes.masks, mask)
         yield replace(variant, takes=replace(takes, masks=masks))  # type: ignore[arg-type]
     for dtype in ("float64", "float32", *HALVES):
@@ -242,4 +247,4 @@ def test_capabilities_that_say_nothing_take_the_least() -> None:
     assert not list(least.faults(call()))
     for asked in SWITCHES.values():
         assert list(least.faults(call(**asked)))
-    assert all(list(least.faults(call(mask=mask))) for mask in EVERY_MASK)
+    assert all(list(least.faults(call(mask=mask))) for mask in ALL_MASKS)

@@ -110,15 +110,15 @@ def test_an_explicit_choice_that_serves_is_reported_in_full() -> None:
 @pytest.mark.parametrize("top", range(len(LEVELS)))
 def test_an_explicit_choice_that_cannot_run_raises_all_its_faults_about_its_own_key(top: int) -> None:
     key = LEVELS[top][0]
-    call = Requirements(head_size=300, num_heads=4, num_kv_heads=4, dtype="float32", kind="cross", mask="full")
+    call = Requirements(head_size=300, num_heads=4, num_kv_heads=4, dtype="float32", kind="cross", window=True)
     with pytest.raises(FaultError) as caught:
         select(ROLE, call, HOPPER, config_of({key: "CUDNN_ATTN"}), Registry(), category=CATEGORY)
     faults = caught.value.faults
     assert {(fault.key, fault.value, fault.origin) for fault in faults} == {(key, "CUDNN_ATTN", f"origin of {key}")}
     rules = " | ".join(fault.rule for fault in faults)
     assert len(faults) == 3
-    assert all(words in rules for words in ("head size 300", "dtype float32", "full mask"))
-    assert all("TORCH_SDPA" in fault.remedy for fault in faults)
+    assert all(words in rules for words in ("head size 300", "dtype float32", "a window"))
+    assert all("REFERENCE" in fault.remedy for fault in faults)
     assert f"{key}=CUDNN_ATTN: head size 300 is not supported; it takes multiples of 8 up to 128;" in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).faults == faults
 

@@ -99,10 +99,10 @@ def test_each_chip_has_its_variant(backend: str, served: dict[str, str]) -> None
 HALVES = {"bfloat16", "float16"}
 # (backend, variant) -> head sizes of those below, dtypes, masks, and the other features
 TAKES: dict[tuple[str, str], tuple[set[int], set[str], set[str], set[str]]] = {
-    ("FLASHINFER_ATTN", "fa3"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "soft_cap", "packed", "lse"}),
-    ("FLASHINFER_ATTN", "cute-dsl"): ({64, 128, 256}, HALVES, {"none"}, {"causal", "grouped", "packed", "lse"}),
+    ("FLASHINFER_ATTN", "fa3"): ({64, 128}, HALVES, {"none"}, {"causal", "grouped", "packed", "lse"}),
+    ("FLASHINFER_ATTN", "cute-dsl"): ({64, 128}, HALVES, {"none"}, {"causal", "grouped", "packed", "lse"}),
     ("FLASHINFER_ATTN", "fa2"): (
-        {64, 128, 256},
+        {64, 128},
         HALVES,
         {"none", "key_padding", "full"},
         {"causal", "grouped", "soft_cap", "packed", "window", "lse"},
@@ -113,7 +113,7 @@ TAKES: dict[tuple[str, str], tuple[set[int], set[str], set[str], set[str]]] = {
         {64, 72, 80, 128, 192, 256},
         HALVES,
         {"none"},
-        {"causal", "grouped", "soft_cap", "packed", "window", "lse"},
+        {"causal", "grouped", "soft_cap", "packed", "window", "lse", "gradient"},
     ),
     ("FLASH_ATTN", "rocm-aiter"): ({64, 72, 80, 128, 192, 256}, HALVES, {"none"}, {"causal", "grouped"}),
     ("FLASH_ATTN", "npu"): (
@@ -163,7 +163,7 @@ def test_no_more_is_claimed_to_have_run_on_hardware_than_has(backend: str, claim
         (call(mask="key_padding"), "cuda:9.0", "fa2"),
         (call(mask="full", causal=True), "cuda:10.0", "fa2"),
         (call(window=True), "cuda:9.0", "fa2"),
-        (call(soft_cap=True), "cuda:9.0", "fa3"),
+        (call(soft_cap=True), "cuda:9.0", "fa2"),
         (call(soft_cap=True), "cuda:10.0", "fa2"),
         (call(packed=True), "cuda:10.0", "cute-dsl"),
         (call(mask="per_head"), "cuda:9.0", None),
@@ -179,7 +179,7 @@ def test_flashinfer_goes_on_to_the_kernel_that_takes_the_call(
 def test_the_versions_of_flash_attention_can_be_asked_for() -> None:
     on = device("cuda:9.0")
     assert [chosen("FLASH_ATTN", call(), on, version) for version in (None, 2, 3, 4)] == ["fa3", "fa2", "fa3", "fa4"]
-    assert chosen("FLASH_ATTN", call(window=True), on) == "fa2"
+    assert chosen("FLASH_ATTN", call(window=True), on) == "fa4"
     (fault,) = backend_of("FLASH_ATTN").validate(call(), on, version=5).faults
     assert fault.rule == "FLASH_ATTN has no version 5; it has 3, 4, 2"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from backends.declared.flashinfer_attn import FlashinferQuant
 from backends.declared.trtllm_attn import TrtllmQuant
-from backends.platforms.facts import DeviceFacts
+from backends.platforms.facts import DeviceFacts, parse_device
 from backends.registry import Registry
 from backends.requirements import Requirements
 from backends.selection import Selection
@@ -59,7 +60,7 @@ def test_skip_softmax_is_trtllms_alone(backend: str) -> None:
     assert found.remedy == "leave it out, or use TRTLLM_ATTN"
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN"])
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "CUDNN_ATTN"])
 def test_quant_is_for_those_that_declare_it(backend: str) -> None:
     found = fault(backend, {"quant": {"dtype_qk": "int8"}})
     assert {"FLASHINFER_ATTN", "TRTLLM_ATTN"} <= set(found.allowed)
@@ -188,14 +189,28 @@ def test_every_fault_of_the_blocks_is_found_at_once() -> None:
         ("TRTLLM_ATTN", {"skip_softmax": {"threshold": 0.001}}, "lossy-sparse"),
         ("TRTLLM_ATTN", {"skip_softmax": {"target_sparsity": 0.0}}, "lossy-sparse"),
         ("TRTLLM_ATTN", {"skip_softmax": {"target_sparsity": 0.5, "disabled_until_timestep": 0.9}}, "lossy-sparse"),
-        ("FLASHINFER_ATTN", {"quant": {"dtype_qk": "float16", "dtype_vo": "float16"}}, "exact"),
+        ("FLASHINFER_ATTN", {"quant": {"dtype_qk": "float16", "dtype_vo": "float16"}}, "lossy-quantised"),
+        ("FLASHINFER_ATTN", {"quant": {"dtype_vo": None}}, "exact"),
+        ("FLASH_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, "lossy-quantised"),
+        ("FLASH_ATTN", {"quant": {"dtype_qk": None}}, "exact"),
         ("FLASHINFER_ATTN", {"quant": {"dtype_vo": "fp8_e4m3"}}, "lossy-quantised"),
     ],
 )
 def test_the_selection_says_whether_the_result_is_exact(
     backend: str, blocks: Mapping[str, Any], exactness: str
 ) -> None:
-    assert select(backend, blocks).exactness == exactness
+    on = parse_device("cuda:9.0", {}, all_packages=True) if backend == "FLASH_ATTN" else B200
+    assert select(backend, blocks, on=on).exactness == exactness
+
+
+def test_fp8_is_for_flash_attention_3_and_head_sizes_that_it_has() -> None:
+    on = parse_device("cuda:9.0", {"flash-attn-4": "4.0.0b36"}, all_packages=False)
+    rules = [found.rule for found in faults("FLASH_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, on=on)]
+    assert any("is for FlashAttention 3 only" in rule for rule in rules)
+    on = parse_device("cuda:9.0", {"fa3-fwd": "0.0.3"}, all_packages=False)
+    small = replace(CALL, head_size=72)
+    rules = [found.rule for found in faults("FLASH_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, on=on, required=small)]
+    assert any("is for head sizes that are multiples of 16, and this is 72" in rule for rule in rules)
 
 
 @pytest.mark.parametrize("field", ["threshold", "target_sparsity"])

@@ -30,22 +30,31 @@ def attend(
     scale: float,
     allowed: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [n, H, D], key and value [m, Hkv, D], allowed [n, m]; rows that see nothing are not a number."""
     v = value.double().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    weights = torch.softmax(scores_of(query, key, scale, allowed, soft_cap), dim=-1)
+    weights = torch.softmax(scores_of(query, key, scale, allowed, soft_cap, sinks), dim=-1)[..., : len(key)]
     return torch.einsum("hnm,mhd->nhd", weights, v)
 
 
 def scores_of(
-    query: torch.Tensor, key: torch.Tensor, scale: float, allowed: torch.Tensor | None = None, soft_cap: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    allowed: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[H, n, m]"""
+    """[H, n, m], and with sinks a column more."""
     k = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("nhd,mhd->hnm", query.double(), k) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    return scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    scores = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    if sinks is None:
+        return scores
+    return torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=-1)
 
 
 def band(rows: int, keys: int, *, causal: bool, before: int = -1, after: int = -1) -> torch.Tensor:
