@@ -36,6 +36,8 @@ def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
         ("generate.width=16400", "the model places at most 16384 pixels"),
         ("cluster.address=auto", "takes local, or HOST:PORT of a Ray head"),
         ("parallel.world_size=1,2", "is a sweep of 2 values"),
+        ("parallel.transport=nccl", "it moves tensors of NVIDIA GPUs, and the ranks are on cpu; leave it on auto"),
+        ("parallel.exchange_dtype=int8", "takes same or fp8"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(setting: str, message: str, tmp_path: Path) -> None:
@@ -48,6 +50,13 @@ def test_a_wrong_setting_is_refused_before_anything_starts(setting: str, message
     assert message in outcome.err
     assert outcome.seconds < WITHOUT_TORCH_S
     assert not folder.exists()
+
+
+def test_an_exchange_that_a_strategy_cannot_quantise_is_refused_before_anything_starts() -> None:
+    outcome = refuse("run.device=cpu", "parallel.world_size=2", "parallel.strategy=ring", "parallel.exchange_dtype=fp8")
+
+    assert outcome.code == 2, outcome.err
+    assert "parallel.exchange_dtype=fp8: ring 1x2 moves keys and values alone, and keys are never" in outcome.err
 
 
 def test_faults_of_settings_image_folder_and_backends_come_at_once(tmp_path: Path) -> None:
