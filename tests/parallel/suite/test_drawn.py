@@ -43,8 +43,8 @@ def search(eight_ranks: Ranks, pytestconfig: pytest.Config) -> Search:
     found = Search(eight_ranks)
     seed = pytestconfig.getoption("--calls-seed")
     found.run(pytestconfig.getoption("--calls"), seed)
-    said = f"Attention over live ranks, {'the same calls each time' if seed is None else f'seed {seed}'}:"
-    pytestconfig.stash.setdefault(LINES, []).extend([said, *lines(list(found.verdicts.values()))])
+    told = [f"Attention over live ranks, seed {seed}:", *lines(list(found.verdicts.values()))]
+    pytestconfig.stash.setdefault(LINES, []).extend(told)
     return found
 
 
