@@ -44,9 +44,7 @@ def exact(case: Drawn) -> Exact:
     return Exact(out.detach(), lse.detach(), tuple(gradients))
 
 
-def loss_of(
-    out: torch.Tensor, lse: torch.Tensor | None, weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def loss_of(out: torch.Tensor, lse: torch.Tensor | None, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows that see nothing have no log-sum-exp to learn from."""
     loss = (out.double() * weights[0]).sum()
     return loss if lse is None else loss + (lse.double().masked_fill(torch.isinf(lse), 0) * weights[1]).sum()

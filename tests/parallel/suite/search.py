@@ -29,7 +29,7 @@ class RanksBrokeError(AssertionError):
         super().__init__(f"ranks broke at\n{case}\n{told}")
 
 
-class _StopDrawing(BaseException):  # noqa: N818
+class _StopDrawing(BaseException):
     """hypothesis lets it through: without ranks there is nothing to shrink with."""
 
 

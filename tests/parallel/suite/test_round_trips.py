@@ -32,7 +32,9 @@ class Echo:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **_: object) -> Result:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **_: object
+    ) -> Result:
         self.keys.append(key)
         self.values.append(value)
         return Result(query, query.new_zeros(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float64))
