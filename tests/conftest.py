@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attention over live ranks")
     group.addoption("--calls", type=int, default=2000, help="how many drawn calls have to run (default: 2000)")
-    group.addoption("--calls-seed", type=int, default=None, help="draw others than those of every run")
+    group.addoption("--calls-seed", type=int, default=0, help="draw others (default: 0)")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -36,7 +36,7 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
     if whole is None:
         return work.nothing(*seen)
     if differentiated:
-        whole = reaching(whole, *seen)
+        whole = reaching(whole[0], *seen), reaching(whole[1], *seen)
     if work.metadata.sinks is not None:
         whole = merge_sinks(whole, work.metadata.sinks)
     return Result(whole[0].to(query.dtype), whole[1])

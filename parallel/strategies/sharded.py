@@ -64,9 +64,9 @@ def sharded_attention(
         result = gather_kv_attention(query, held, work)
     else:
         result = ring_attention(query, held, work)
-    if result.lse is not None and (lse or not plan.heads.query[place]):
-        learned = [tensor for tensor in (*qkv, metadata.sinks, metadata.bias) if tensor is not None]
-        result = Result(*reaching((result.out, result.lse), *learned))
+    learned = [tensor for tensor in (*qkv, metadata.sinks, metadata.bias) if tensor is not None]
+    tied = (*learned, query, held.key, held.value)
+    result = Result(reaching(result.out, *tied), None if result.lse is None else reaching(result.lse, *tied))
     out = _my_rows(result.out, plan, transport)
     back = None
     if lse and result.lse is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from backends.interface import AttentionMetadata
-from parallel.merge import Weighed, nothing
+from parallel.merge import nothing
 from parallel.pieces import assemble
 from parallel.plan import ShardPlan
 from parallel.rows import Rows, chain
@@ -112,19 +112,16 @@ class Work:
         out, lse = nothing(query, query.shape[3])
         if self.metadata.sinks is not None:
             lse = lse + self.metadata.sinks.to(lse.dtype)[:, None]
-        out, lse = reaching((out, lse), query, *others)
-        return Result(out.to(query.dtype), lse)
+        return Result(reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others))
 
 
-def reaching(weighed: Weighed, *tensors: torch.Tensor) -> Weighed:
+def reaching(numbers: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """The same numbers, whose backward pass reaches all the tensors, used or not: every rank has to run that of an
     exchange, also one that needed nothing of what it got, or computed nothing of what it sends.
     """
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return weighed
-    out, lse = weighed
-    none = sum(tensor.narrow(0, 0, 0).sum() for tensor in tensors)
-    return out + none, lse + none
+        return numbers
+    return numbers + sum(tensor.narrow(0, 0, 0).sum() for tensor in tensors)
 
 
 def without_sinks(metadata: AttentionMetadata) -> AttentionMetadata:

@@ -18,8 +18,8 @@ GRIDS = ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2))
 
 DTYPES = ("float64", "float32", "float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "heads_first", "batch_last", "sliced", "strided")
-WITH_LSE = ("REFERENCE",) * 9 + ("FLEX_ATTENTION", "TORCH_SDPA")
-ANY = ("REFERENCE",) * 5 + ("TORCH_SDPA",) * 3 + ("FLEX_ATTENTION", None)
+WITH_LSE = ("REFERENCE",) * 9 + ("TORCH_SDPA",)
+ANY = ("REFERENCE",) * 5 + ("TORCH_SDPA",) * 3 + (None,)
 
 
 def often(draw: st.DrawFn, one_in: int) -> bool:
@@ -40,6 +40,8 @@ def calls(draw: st.DrawFn) -> Drawn:
     ring = way in ("ring", "ulysses_ring")
     found["causal"] = often(draw, 5)
     found["backend"] = draw(st.sampled_from(WITH_LSE if ring else ANY))
+    if found["world_size"] <= 4 and often(draw, 25):  # torch traces it anew for each shape, for half a second
+        found["backend"] = "FLEX_ATTENTION"
     found["lse"] = found["backend"] != "TORCH_SDPA" and often(draw, 3)
     found["gradient"] = found["backend"] != "FLEX_ATTENTION" and often(draw, 5)
     found["dtype"] = draw(st.sampled_from(DTYPES))

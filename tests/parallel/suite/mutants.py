@@ -30,13 +30,14 @@ def run_mutated(mesh: Mesh, name: str, cases: Sequence[Drawn]) -> list[Outcome]:
 
 @contextmanager
 def a_row_dropped() -> Iterator[None]:
-    """Ranks get equal parts, and what is left over is nobody's."""
+    """Ranks get equal parts of a stream, and what is left over is nobody's."""
+    real = plan.ShardPlan._held
 
-    def evenly(length: int, parts: int) -> tuple[range, ...]:
-        size = length // parts
-        return tuple(range(part * size, (part + 1) * size) for part in range(parts))
+    def evenly(of: plan.ShardPlan, stream: plan.Stream) -> tuple[Rows, ...]:
+        held = real(of, stream)
+        return tuple(part.cut(range(min(map(len, held)))) for part in held)
 
-    with _new_plans(), patch.object(plan, "split", evenly):
+    with _new_plans(), patch.object(plan.ShardPlan, "_held", evenly):
         yield
 
 

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, Phase
 
 from tests.parallel.suite.drawing import batches
 from tests.parallel.suite.drawn import Drawn
+from tests.parallel.suite.histogram import ran
 from tests.parallel.suite.judge import Verdict, judge
 from tests.parallel.suite.on_rank import run_calls
 from tests.ranks import Ranks
 
-RUN_IN_A_BATCH = 38
-"""So many new calls of a batch run at the least, on average: some are nothing, drawn before, or refused."""
+BATCHES_OF_A_ROUND = 10
+"""hypothesis starts to vary what it drew before after so many."""
 
 
 class RanksBrokeError(AssertionError):
@@ -40,24 +41,28 @@ class Search:
     verdicts: dict[Drawn, Verdict] = field(default_factory=dict)
     failure: AssertionError | None = None
 
-    def run(self, count: int, seed: int | None) -> None:
-        """Draws about `count` calls that run, the same each time without a seed."""
-        settings = hypothesis.settings(
-            max_examples=count // RUN_IN_A_BATCH + 2,
-            derandomize=seed is None,
+    def run(self, count: int, seed: int) -> None:
+        """Draws until so many calls ran; the same ones for the same seed."""
+        round_of_seed = seed << 16
+        while self.failure is None and len(ran(self.verdicts.values())) < count:
+            self._round(round_of_seed)
+            round_of_seed += 1
+
+    def _round(self, seed: int) -> None:
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=BATCHES_OF_A_ROUND,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-
-        @settings
         @hypothesis.given(batches())
         def every_call_is_right(batch: tuple[Drawn, ...]) -> None:
             self._judge_batch(batch)
 
         try:
-            (every_call_is_right if seed is None else hypothesis.seed(seed)(every_call_is_right))()
+            every_call_is_right()
         except AssertionError as error:
             self.failure = error
         except _StopDrawing as stop:
