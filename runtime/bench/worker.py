@@ -126,9 +126,11 @@ class BenchRank(Member):
     def _refusal(self, case: Case, causal: bool) -> tuple[str, ...]:
         """Why a case cannot run, the same on every rank; asked before the layer is made, which forms groups."""
         told = self._all(self._choice(case, causal))
-        refused = [reasons for _, reasons in told if reasons]
+        refused = [(rank, reasons) for rank, (_, reasons) in enumerate(told) if reasons]
         if refused:
-            return refused[0]
+            rank, reasons = refused[0]
+            where = "" if len(refused) == len(told) else f"on rank {rank}: "
+            return tuple(f"{where}{reason}" for reason in reasons)
         if len({chosen for chosen, _ in told}) > 1:
             listed = ", ".join(f"rank {rank} chose {chosen}" for rank, (chosen, _) in enumerate(told))
             return (f"{listed}; name one backend, or give all nodes the same packages",)
