@@ -142,9 +142,11 @@ class SwappedPathRank(Rank):
 class _IdentityTransport(TorchTransport):
     """Every rank keeps what it would have sent."""
 
-    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts) -> torch.Tensor:
+    def _exchange(
+        self, verb: str, send: torch.Tensor, counts: ExchangeCounts, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
         if verb == "gather_rows":
-            return super()._exchange(verb, send, counts)
+            return super()._exchange(verb, send, counts, group)
         return send.clone()
 
 
