@@ -18,7 +18,8 @@ class ForwardFacts:
     """What must be equal on all ranks before a forward, as numbers and as text to show.
 
     number: of the forward, counted from 1 by its model. streams: every stream's name and length. carried: what the
-    calls of each role carry beside Q, K and V (mask kinds). selections: every role, its heads, what serves it, and its
+    calls of each role carry beside Q, K and V (mask kinds). gradient: whether any are recorded, since exchanges with a
+    backward pass are others. selections: every role, its heads, what serves it, and its
     strategy with its degrees.
     """
 
@@ -27,6 +28,7 @@ class ForwardFacts:
     batch: int
     streams: str
     carried: str
+    gradient: bool
     dtype: str
     selections: str
 

@@ -16,6 +16,7 @@ from parallel.calls import CallRules
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection
+from parallel.merge import wide
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RINGS, RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -33,7 +34,8 @@ class Attention(torch.nn.Module):
     num_heads, head_size: of the whole model, not of a rank. role: free-form, dotted; kind: `self` and `joint` attend to
     rows of all ranks, `cross` expects all keys on every rank. role_category: what the role falls back to in the
     configuration (default: the kind). value_head_size: of V, if it is another one. softmax_scale: default
-    head_size ** -0.5. features, lse: what its calls will carry and ask for, so that an automatic choice takes it.
+    head_size ** -0.5. features, lse, gradient: what its calls will carry and ask for, so that an automatic choice takes
+    it.
 
     impl_overrides: backend name -> the model's own subclass of that backend's implementation, used if that backend is
     chosen. custom_attention: a module(query, key, value, metadata) that computes instead of any backend; it owns its
@@ -59,6 +61,7 @@ class Attention(torch.nn.Module):
         causal: bool = False,
         features: Features = NO_FEATURES,
         lse: bool = False,
+        gradient: bool = False,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: torch.nn.Module | None = None,
         skip_sequence_parallel: bool = False,
@@ -82,6 +85,7 @@ class Attention(torch.nn.Module):
             value_head_size=value_head_size,
             features=features,
             lse=lse,
+            gradient=gradient,
             skip=skip_sequence_parallel,
         )
         option_faults: Callable[[Requirements], Iterable[Fault]] = _no_faults
@@ -245,6 +249,8 @@ class Attention(torch.nn.Module):
         lse: bool,
     ) -> Result:
         result = self.kernel_call(query, key, value, metadata, causal=causal, lse=lse)
+        if lse:
+            self._check_lse(result.lse, query)
         out, expected = result.out, (*query.shape[:3], self.rules.value_head_size)
         if out.shape != expected or out.dtype != query.dtype:
             raise ValueError(
@@ -252,6 +258,15 @@ class Attention(torch.nn.Module):
                 f"a backend returns what its query is, {query.dtype} {expected}"
             )
         return result
+
+    def _check_lse(self, lse: torch.Tensor | None, query: torch.Tensor) -> None:
+        expected, dtype = (query.shape[0], query.shape[2], query.shape[1]), wide(query.dtype)
+        if lse is None or lse.shape != expected or lse.dtype != dtype:
+            found = "nothing" if lse is None else f"{lse.dtype} {tuple(lse.shape)}"
+            raise ValueError(
+                f"{self.name}: the log-sum-exp of {self.kernel} of {self.selection.backend} is {found}; a backend that "
+                f"declares lse returns {dtype} {expected}, which is [B, H, Sq]"
+            )
 
     def _maker(self, impl_class: type[AttentionImpl], scale: float, options: Blocks) -> Callable[[bool], AttentionImpl]:
         device, dtype = self.context.mesh.device, getattr(torch, self.context.dtype)

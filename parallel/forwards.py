@@ -115,6 +115,7 @@ class Forwards:
                 batch=batch,
                 streams=", ".join(map(_stream_text, (*streams, *beside))),
                 carried=", ".join(f"{role} {_features_text(each)}" for role, each in sorted(self._carried.items())),
+                gradient=torch.is_grad_enabled(),
                 dtype=str(dtype).removeprefix("torch."),
                 selections=self._selections,
             ),

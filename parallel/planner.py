@@ -90,6 +90,8 @@ def ways(call: RoleCall, world_size: int, config: ParallelConfig) -> Iterator[Wa
     if the ranks divide the heads, then the largest Ulysses degree that does with a ring between its groups, then
     Ulysses with uneven shares of heads.
     """
+    if world_size == 1:
+        _asked_grid(1, config)
     if world_size == 1 or call.kind == "cross" or call.skip:
         yield Way("local", Grid())
         return
@@ -281,7 +283,8 @@ def _raise_loss(
             f"a ring needs the log-sum-exp of each row, for which the role would get {selection.backend} instead of "
             f"{better}"
         )
-        raise FaultError([Fault("parallel.strategy", str(way), rule, "set parallel.strategy=ring to have it")])
+        remedy = f"set parallel.ulysses={way.grid.ulysses} parallel.strategy=ring to have it"
+        raise FaultError([Fault("parallel.strategy", AUTO, f"not {way}: {rule}", remedy)])
 
 
 def _refusal(way: Way, error: FaultError) -> FaultError:

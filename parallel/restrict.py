@@ -85,12 +85,14 @@ def _seen(
 ) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where the distance from a query to a key is within the window, and not ahead if causal."""
     before, after = window
-    distance = keys - queries[:, None]
-    seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        after = 0 if after is None else min(after, 0)
+    rows = queries[:, None]
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device)
     if before is not None:
-        seen &= distance >= -before
+        seen &= keys >= rows - before
     if after is not None:
-        seen &= distance <= after
+        seen &= keys <= rows + after
     return seen[None, None]
 
 

@@ -35,6 +35,7 @@ def facts_of(number: int) -> ForwardFacts:
         batch=1,
         streams="video 75600, text 512 on each",
         carried="cross nothing, self nothing",
+        gradient=False,
         dtype="bfloat16",
         selections=f"cross{served}, self{served}",
     )

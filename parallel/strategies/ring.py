@@ -26,10 +26,11 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
     tensors = (query, held.key, held.value)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     whole: Weighed | None = None
-    seen = [query]
+    seen = [query, held.key, held.value]
     for step, (place, key, value) in enumerate((_gathered if differentiated else _rotated)(held, work)):
         keys = plan.shares[group[place]].keys
-        seen += [key, value]
+        if differentiated:  # else a block is let go once it is computed
+            seen += [key, value]
         if step == 0:  # those that every rank has count once, with its own
             key, value, keys = HeldKeys(key, value, held.fixed_key, held.fixed_value).joined(keys, share.fixed_keys)
         whole = _add_block(whole, query, (key, value, keys), work)

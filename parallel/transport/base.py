@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from parallel.events import Traffic
 from parallel.exchange import SCALE_BYTES, gathered_bytes, scattered_bytes
@@ -204,6 +205,7 @@ class _Exchange(torch.autograd.Function):
         return transport.move(verb, send, counts, peers)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         transport, verb, counts, peers = ctx.way_back
         return (transport.move(verb, gradients[0].contiguous(), counts, peers), None, None, None, None)

@@ -22,6 +22,7 @@ FACTS = ForwardFacts(
     batch=1,
     streams="video 175, text 512 on each",
     carried="self nothing",
+    gradient=False,
     dtype="float32",
     selections="self=TORCH_SDPA/torch/path",
 )
@@ -31,6 +32,7 @@ OTHER = {
     "batch": 2,
     "streams": "video 176, text 512 on each",
     "carried": "self full mask",
+    "gradient": True,
     "dtype": "bfloat16",
     "selections": "self=REFERENCE/plain/path",
 }
