@@ -54,6 +54,6 @@ def gloo_ranks(ray_cluster: None) -> Iterator[Callable[[int], Ranks]]:
 @pytest.fixture(scope="session")
 def eight_ranks(ray_cluster: None) -> Iterator[Ranks]:
     """A pool: any number of its first ranks works together in groups that are formed once."""
-    ranks = Ranks(8, cpus=0)  # beside those of `gloo_ranks`, whatever has been started of them
+    ranks = Ranks(8, cpus=0, timeout_s=90)  # beside those of `gloo_ranks`, whatever has been started of them
     yield ranks
     ranks.close()

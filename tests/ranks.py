@@ -20,7 +20,7 @@ class _RankActor:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return int(self.store.port)
 
-    def join(self, port: int, rank: int, world_size: int) -> None:
+    def join(self, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         import torch
         from torch.distributed import TCPStore
 
@@ -28,7 +28,7 @@ class _RankActor:
 
         if not hasattr(self, "store"):
             self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device("cpu"), 30.0)
+        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device("cpu"), timeout_s)
         self.meshes: dict[int, Mesh] = {}
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -69,15 +69,15 @@ class _RankActor:
 
 
 class Ranks:
-    """`world_size` gloo ranks. cpus: what each takes of the cluster's."""
+    """`world_size` gloo ranks. cpus: what each takes of the cluster's. timeout_s: of their exchanges."""
 
-    def __init__(self, world_size: int, *, cpus: int = 1) -> None:
+    def __init__(self, world_size: int, *, cpus: int = 1, timeout_s: float = 30.0) -> None:
         self.world_size = world_size
         self._formed: set[int] = set()
         actor = ray.remote(_RankActor)
         self._actors = [actor.options(num_cpus=cpus).remote() for _ in range(world_size)]
         port = ray.get(self._actors[0].open_store.remote(), timeout=60)
-        joined = [actor.join.remote(port, rank, world_size) for rank, actor in enumerate(self._actors)]
+        joined = [actor.join.remote(port, rank, world_size, timeout_s) for rank, actor in enumerate(self._actors)]
         ray.get(joined, timeout=120)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
