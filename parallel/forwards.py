@@ -69,6 +69,10 @@ class Forwards:
         """The plans of the forward under way, for `again`."""
         return self.plans, self._alone
 
+    def is_under_way(self, issued: Issued) -> bool:
+        """Whether the forward of these plans is not over yet."""
+        return self._alone is not None and self._alone is issued[1]
+
     @contextmanager
     def again(self, issued: Issued) -> Iterator[None]:
         """Calls of a forward that is over: a backward pass computes them again, in an order of its own."""
