@@ -20,7 +20,7 @@ from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 from parallel.context import AttentionContext
 from parallel.models import wan
-from runtime.check import name_faults
+from parallel.models.names import name_faults
 from runtime.model_folder import read_folder
 from runtime.pipelines import PhaseClock, clocked, denoise, load_pipeline
 from runtime.requests import Request
