@@ -68,20 +68,20 @@ def test_each_expert_carries_its_own_calibration(experts: Path) -> None:
 
 
 def test_a_target_is_taken_where_every_expert_is_calibrated(experts: Path) -> None:
-    assert name_faults(sparse(target_sparsity=0.5), read_folder(str(experts)), Registry()) == []
+    assert name_faults(sparse(target_sparsity=0.5), read_folder(str(experts)).models, Registry()) == []
 
 
 def test_the_expert_that_is_not_calibrated_is_named(tmp_path: Path) -> None:
     path = folder("wan2.2-t2v-a14b", tmp_path)
     calibrate(path, {"transformer": CURVES["transformer"]})
-    (fault,) = name_faults(sparse(target_sparsity=0.5), read_folder(str(path)), Registry())
+    (fault,) = name_faults(sparse(target_sparsity=0.5), read_folder(str(path)).models, Registry())
     assert (fault.key, fault.value) == ("attention.default.skip_softmax.target_sparsity", 0.5)
     assert fault.rule == (
         "transformer_2 has no calibration of its own, which says the threshold: "
         "its config.json has no sparse_attention_config"
     )
     assert fault.origin == "my.yaml"
-    assert name_faults(sparse(threshold=0.5), read_folder(str(path)), Registry()) == []
+    assert name_faults(sparse(threshold=0.5), read_folder(str(path)).models, Registry()) == []
 
 
 def test_a_damaged_calibration_hinders_nobody_who_does_not_need_it(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_damaged_calibration_hinders_nobody_who_does_not_need_it(tmp_path: Pat
     calibrate(path, {"transformer": (-1.0, 1.0)})
     found = read_folder(str(path))
     assert isinstance(found.models["transformer"].calibration, Uncalibrated)
-    assert name_faults(AttentionConfig(), found, Registry()) == []
+    assert name_faults(AttentionConfig(), found.models, Registry()) == []
 
 
 def test_a_target_without_a_calibration_is_refused_before_anything_starts(tmp_path: Path) -> None:
