@@ -16,7 +16,7 @@ from parallel.kernel import BackendKernel
 from parallel.mesh import Mesh
 from parallel.rows import Rows
 from parallel.strategies.work import HeldKeys
-from parallel.transport import torch_dist
+from parallel.transport import base
 from tests.parallel.suite.drawn import Drawn
 from tests.parallel.suite.on_rank import Outcome, run_calls
 
@@ -43,13 +43,13 @@ def a_row_dropped() -> Iterator[None]:
 
 @contextmanager
 def two_heads_swapped() -> Iterator[None]:
-    real = torch_dist.unpack_results
+    real = base.unpack_results
 
     def swapped(*given: Any) -> torch.Tensor:
         out = real(*given)
         return torch.cat((out[:, :, 1:2], out[:, :, :1], out[:, :, 2:]), dim=2)
 
-    with patch.object(torch_dist, "unpack_results", swapped):
+    with patch.object(base, "unpack_results", swapped):
         yield
 
 
@@ -105,13 +105,13 @@ def a_stale_plan() -> Iterator[None]:
 
 @contextmanager
 def a_kv_head_off_by_one() -> Iterator[None]:
-    real = torch_dist.unpack_heads
+    real = base.unpack_heads
 
-    def next_to_it(*given: Any) -> torch_dist.QueryKeyValue:
+    def next_to_it(*given: Any) -> base.QueryKeyValue:
         query, key, value = real(*given)
         return query, key.roll(1, dims=2), value.roll(1, dims=2)
 
-    with patch.object(torch_dist, "unpack_heads", next_to_it):
+    with patch.object(base, "unpack_heads", next_to_it):
         yield
 
 
