@@ -288,4 +288,4 @@ def count_control(mesh: Mesh) -> tuple[int, int]:
 
 @pytest.mark.ray
 def test_agreement_is_one_small_exchange_a_forward(gloo_ranks: GlooRanks) -> None:
-    assert gloo_ranks(2).run(count_control) == [(3, 7 * 8)] * 2
+    assert gloo_ranks(2).run(count_control) == [(3, 8 * 8)] * 2
