@@ -10,6 +10,7 @@ import pytest
 
 from tests.ranks import Ranks
 from tests.summary import LINES
+from tests.warm_workers import warm_workers
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -31,9 +32,10 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with warm_workers():
+        ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
