@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from parallel.rows import Rows
 
@@ -23,11 +24,7 @@ class BlockPart:
 
 @lru_cache(maxsize=4096)
 def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = None) -> tuple[BlockPart, ...]:
-    """The parts of a block in which a query may look at a key, none of them empty.
-
-    Causal blocks are either of the same rows twice, or of rows whose runs stand wholly before or after each other, as
-    blocks of a ring do. Raises ValueError for others.
-    """
+    """The parts of a block in which a query may look at a key, none of them empty. Both are in ascending order."""
     if queries == keys:
         found = [BlockPart(range(len(queries)), range(len(keys)), causal)]
     elif causal:
@@ -42,20 +39,28 @@ def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = No
 
 
 def _earlier_keys(queries: Rows, keys: Rows) -> list[BlockPart]:
-    """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part."""
+    """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part. Where rows
+    are queries and keys, as those of a replicated stream are, they are a causal part of their own.
+    """
     found: list[BlockPart] = []
     at = 0
     for run in queries.runs:
-        seen = sum(len(other) for other in keys.runs if other.stop <= run.start)
-        if any(other.start < run.stop and run.start < other.stop for other in keys.runs):
-            raise ValueError(f"causal queries {run} and keys {keys} overlap")
-        places = range(at, at + len(run))
-        if found and len(found[-1].keys) == seen:
-            found[-1] = BlockPart(range(found[-1].queries.start, places.stop), range(seen))
-        else:
-            found.append(BlockPart(places, range(seen)))
-        at = places.stop
+        for piece in _pieces(run, keys):
+            places, seen = range(at, at + len(piece)), keys.count_in(range(piece.start))
+            if found and not found[-1].causal and len(found[-1].keys) == seen:
+                found[-1] = BlockPart(range(found[-1].queries.start, places.stop), range(seen))
+            else:
+                found.append(BlockPart(places, range(seen)))
+            if keys.count_in(piece):
+                found.append(BlockPart(places, range(seen, seen + len(piece)), True))
+            at = places.stop
     return found
+
+
+def _pieces(run: range, keys: Rows) -> list[range]:
+    """A run in pieces of which every row is a key, or none."""
+    ends = {end for other in keys.runs for end in (other.start, other.stop) if run.start < end < run.stop}
+    return [range(start, stop) for start, stop in pairwise(sorted({run.start, run.stop, *ends}))]
 
 
 def _within(queries: Rows, keys: Rows, window: Window) -> bool:
