@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -38,6 +39,17 @@ def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = No
     )
 
 
+def reach_of(queries: Rows, causal: bool, window: Window | None) -> range:
+    """The positions that may be seen by a query of these, in ascending order; of none, nothing."""
+    if not queries:
+        return range(0)
+    before, after = window or (None, None)
+    if causal:
+        after = 0 if after is None else min(after, 0)
+    first, last = queries.runs[0].start, queries.runs[-1].stop - 1
+    return range(0 if before is None else max(first - before, 0), sys.maxsize if after is None else last + after + 1)
+
+
 def _earlier_keys(queries: Rows, keys: Rows) -> list[BlockPart]:
     """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part. Where rows
     are queries and keys, as those of a replicated stream are, they are a causal part of their own.
@@ -65,8 +77,4 @@ def _pieces(run: range, keys: Rows) -> list[range]:
 
 def _within(queries: Rows, keys: Rows, window: Window) -> bool:
     """Whether the window of some query can reach some key."""
-    before, after = window
-    first, last = queries.runs[0].start, queries.runs[-1].stop - 1
-    too_early = before is not None and keys.runs[-1].stop - 1 < first - before
-    too_late = after is not None and keys.runs[0].start > last + after
-    return not (too_early or too_late)
+    return len(keys.within(reach_of(queries, False, window))) > 0
