@@ -137,6 +137,7 @@ class Attention(torch.nn.Module):
             world_size=mesh.world_size,
             device=mesh.device,
         )
+        self._admissions = self.context.admissions
         self._reported = False
 
     @property
@@ -210,7 +211,7 @@ class Attention(torch.nn.Module):
         self, qkv: QueryKeyValue, metadata: AttentionMetadata | None, plan: ShardPlan | None, *, lse: bool
     ) -> Attended:
         metadata = NO_METADATA if metadata is None else metadata
-        self.context.admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
+        self._admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
         query, key, value = qkv
         causal = self.rules.call.causal
         if self.strategy == "local":
