@@ -137,7 +137,7 @@ class Attention(torch.nn.Module):
             world_size=mesh.world_size,
             device=mesh.device,
         )
-        self._admissions = self.context.admissions
+        self._admissions, self._kept = self.context.admissions, self.context.kept
         self._reported = False
 
     @property
@@ -217,13 +217,12 @@ class Attention(torch.nn.Module):
         if self.strategy == "local":
             if self.rules.cuts_rows(metadata) and plan is not None:
                 mine = plan.shares[self.rules.rank].query_rows
-                metadata = of_rows(metadata, mine, rows(range(key.shape[1])), query.device)
+                metadata = of_rows(metadata, mine, rows(range(key.shape[1])), query.device, self._kept)
             result = self._compute(query, key, value, metadata, causal=causal, lse=lse)
             attended = Attended(*result, tuple(query.shape), tuple(key.shape))
         elif plan is not None:
-            attended = sharded_attention(
-                qkv, self._compute, metadata, plan, self.context.transport, causal=causal, lse=lse
-            )
+            shared = self.context.transport, self._kept
+            attended = sharded_attention(qkv, self._compute, metadata, plan, *shared, causal=causal, lse=lse)
         if not self._reported and not torch.compiler.is_compiling():
             self._report(query, attended)
         return attended
