@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.faults import Fault, FaultError
 from parallel.grid import Grid
-from parallel.mesh import GridGroups, Mesh
+from parallel.mesh import GridGroups, Mesh, check_group_counts, form_group
 
 MeshArgument = DeviceMesh | dist.ProcessGroup | None
 AXES = ("ring", "ulysses")
@@ -57,7 +57,7 @@ def adopt(
         return Adopted(Mesh(rank, world_size, here), ulysses, ring)
     made: tuple[dist.ProcessGroup, ...] = ()
     if control is None:
-        control = _form(dist.get_process_group_ranks(group), "gloo", timeout)
+        control = _form_control(group, timeout)
         # torch names a group after its ranks unless all take part: a second one of that name would meet the first one's
         # addresses, so such a group stays until the process leaves torch.distributed.
         made = (control,) if world_size == dist.get_world_size() else ()
@@ -96,14 +96,18 @@ def _of_mesh(mesh: DeviceMesh, timeout: timedelta | None) -> tuple[dist.ProcessG
     ring, ulysses = sizes[0], sizes[1]
     if ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD, ulysses, ring  # type: ignore[return-value]
-    return _form(ranks, dist.get_backend_config(mesh.get_group(1)), timeout), ulysses, ring
+    check_group_counts(ranks, mesh.get_group(1), mesh.get_group(0))
+    return form_group(ranks, dist.get_backend_config(mesh.get_group(1)), timeout), ulysses, ring
 
 
-def _form(ranks: list[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of these ranks, without the others if there are any."""
-    part = len(ranks) < dist.get_world_size()
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=part)
-    return group
+def _form_control(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A gloo group of the same ranks. Raises FaultError if it could not be formed."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < dist.get_world_size():
+        check_group_counts(ranks, group)
+        return form_group(ranks, "gloo", timeout)
+    whole: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo")
+    return whole
 
 
 def _device(group: dist.ProcessGroup, asked: torch.device | str | None) -> torch.device:

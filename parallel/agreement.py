@@ -1,21 +1,37 @@
-"""One small exchange before a model's forward: all ranks run the same forward of the same shapes, or none of them
-runs it.
-"""
+"""One small exchange before ranks do something together: all are about to do the same, or none of them does it."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import blake2b
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from backends.requirements import Features
 from parallel.mesh import Mesh
+from parallel.plan import Stream
 
 
 @dataclass(frozen=True)
-class ForwardFacts:
-    """What must be equal on all ranks before a forward, as numbers and as text to show.
+class Facts:
+    """What must be equal on all ranks, as numbers and as text to show. Facts of any kind are equally many numbers, so
+    that ranks which are before different things can tell.
+    """
+
+    before: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def numbers(self) -> tuple[int, ...]:
+        """The facts as 64-bit numbers; texts by a digest that is the same in every process."""
+        return tuple(value if isinstance(value, int) else _digest(value) for value in astuple(self))
+
+
+@dataclass(frozen=True)
+class ForwardFacts(Facts):
+    """Of a model's forward.
 
     number: of the forward, counted from 1 by its model. streams: every stream's name and length. carried: what the
     calls of each role carry beside Q, K and V (mask kinds). gradient: whether any are recorded, since exchanges with a
@@ -23,6 +39,8 @@ class ForwardFacts:
     strategy with its degrees.
     """
 
+    before: ClassVar[str] = "a forward"
+    remedy: ClassVar[str] = "start all ranks from one configuration"
     number: int
     model: str
     batch: int
@@ -32,9 +50,33 @@ class ForwardFacts:
     dtype: str
     selections: str
 
-    def numbers(self) -> tuple[int, ...]:
-        """The facts as 64-bit numbers of a fixed count; texts by a digest that is the same in every process."""
-        return tuple(value if isinstance(value, int) else _digest(value) for value in astuple(self))
+
+@dataclass(frozen=True)
+class CallFacts(Facts):
+    """Of the first call with a plan, outside a model's forward.
+
+    number: how many plans were agreed on in the context, this one included. layer: its name, its heads, what serves it
+    and how. plan: its streams, heads and strategy. batch, dtype, device: of the query. carried: beside Q, K and V, with
+    gradients and log-sum-exps if there are any. fault: why the rank refuses the call; empty if it does not.
+    """
+
+    before: ClassVar[str] = "the first call with a plan"
+    remedy: ClassVar[str] = (
+        "make the same call on every rank, with rows of one batch, dtype and kind of device, and a plan of the same "
+        "streams"
+    )
+    number: int
+    layer: str
+    plan: str
+    batch: int
+    dtype: str
+    device: str
+    carried: str
+    fault: str
+
+
+def _shown(value: object) -> object:
+    return "none" if value == "" else value
 
 
 def _digest(text: str) -> int:
@@ -42,22 +84,27 @@ def _digest(text: str) -> int:
 
 
 class RankDisagreementError(Exception):
-    """Ranks that were about to run different forwards. facts[r] is what rank r was about to run."""
+    """Ranks that were about to do different things. facts[r] is what rank r was about to do."""
 
-    def __init__(self, facts: tuple[ForwardFacts, ...]) -> None:
+    def __init__(self, facts: tuple[Facts, ...]) -> None:
         self.facts = facts
         super().__init__(facts)
 
     def __str__(self) -> str:
+        kinds = list(dict.fromkeys(type(each) for each in self.facts))
+        if len(kinds) > 1:
+            what = "; ".join(f"rank {r} is before {each.before}: {each}" for r, each in enumerate(self.facts))
+            return f"ranks disagree on what comes next; {what}; make the same calls in the same order on every rank"
+        (kind,) = kinds
         differing = [
-            f"{field.name}: " + ", ".join(f"rank {r} has {getattr(f, field.name)}" for r, f in enumerate(self.facts))
-            for field in fields(ForwardFacts)
-            if len({getattr(f, field.name) for f in self.facts}) > 1
+            f"{name}: " + ", ".join(f"rank {r} has {_shown(getattr(f, name))}" for r, f in enumerate(self.facts))
+            for name in (field.name for field in fields(kind))
+            if len({getattr(f, name) for f in self.facts}) > 1
         ]
-        return f"ranks disagree before a forward; {'; '.join(differing)}; start all ranks from one configuration"
+        return f"ranks disagree before {kind.before}; {'; '.join(differing)}; {kind.remedy}"
 
 
-def agree(facts: ForwardFacts, mesh: Mesh) -> None:
+def agree(facts: Facts, mesh: Mesh) -> None:
     """Compare the facts of all ranks over the control group: one exchange of a few numbers, if they agree.
 
     Raises RankDisagreementError, on every rank, if they do not.
@@ -69,6 +116,23 @@ def agree(facts: ForwardFacts, mesh: Mesh) -> None:
     dist.all_gather(gathered, mine, group=mesh.control)
     if any(not torch.equal(mine, other) for other in gathered):
         # Every rank has seen the same numbers, so all of them come here, and can afford to exchange the texts.
-        told: list[ForwardFacts] = [facts] * mesh.world_size
+        told: list[Facts] = [facts] * mesh.world_size
         dist.all_gather_object(told, facts, group=mesh.control)
         raise RankDisagreementError(tuple(told))
+
+
+def streams_text(streams: Iterable[Stream]) -> str:
+    return ", ".join(map(_stream_text, streams))
+
+
+def _stream_text(stream: Stream) -> str:
+    if stream.sharded:
+        return f"{stream.name} {stream.length}"
+    return f"{stream.name} {stream.length} on each" + ("" if stream.queries else ", keys alone")
+
+
+def features_text(features: Features) -> str:
+    found = [name for name, value in asdict(features).items() if value is True]
+    if features.mask != "none":
+        found.insert(0, f"{features.mask} mask")
+    return " and ".join(found) or "nothing"

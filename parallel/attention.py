@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,10 +16,9 @@ from configs.faults import Fault
 from parallel.calls import CallRules
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
-from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection
-from parallel.merge import wide
+from parallel.kernel import BackendKernel, OwnKernel, check_result, overridden, own_selection
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
-from parallel.planner import RINGS, RoleCall, Way, choose
+from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
 from parallel.rows import rows
 from parallel.strategies.sharded import Attended, sharded_attention
@@ -126,6 +126,7 @@ class Attention(torch.nn.Module):
             name=name,
             role=role,
             backend=self.selection.backend,
+            class_path=self.selection.class_path,
             call=call,
             way=self.way,
             required=call.required(self.way),
@@ -134,6 +135,7 @@ class Attention(torch.nn.Module):
             shards_rows=kind == "cross" and mesh.world_size > 1 and not skip_sequence_parallel,
             rank=mesh.rank,
             world_size=mesh.world_size,
+            device=mesh.device,
         )
         self._reported = False
 
@@ -147,13 +149,24 @@ class Attention(torch.nn.Module):
         return self.kernel_call.impl
 
     def plan_of(self, *streams: Stream) -> ShardPlan:
-        """The plan of a call over these streams, in this order, as the layer's strategy needs it. Keep it: it works out
-        what every rank holds once.
+        """The plan of calls over these streams, in this order, as the layer's strategy needs it. Keep it for calls of
+        one batch, dtype and device: it works out once what every rank holds, and the ranks agree on it when its first
+        call comes. Other layers may share it.
         """
-        call, grid = self.rules.call, self.way.grid
-        zigzag = call.causal and self.strategy in RINGS
+        return replace(self.plan_among(*streams))
+
+    def plan_among(self, *streams: Stream, agreed: bool = False) -> ShardPlan:
+        """The same object for the same streams. agreed: they are those of a forward that all ranks have agreed on."""
+        call, way = self.rules.call, self.way
         return plan_streams(
-            streams, call.heads, grid, self.strategy, kv_heads=call.kv_heads, zigzag=zigzag, exchange=self.way.exchange
+            streams,
+            call.heads,
+            way.grid,
+            way.strategy,
+            kv_heads=call.kv_heads,
+            zigzag=self.rules.zigzag,
+            exchange=way.exchange,
+            agreed=agreed,
         )
 
     def forward(
@@ -171,7 +184,8 @@ class Attention(torch.nn.Module):
         stream after another, or all keys where they are replicated. metadata: of all rows of all streams, and all
         heads. plan: of the sharded sequence, made with `plan_of`; needed where rows are exchanged.
         Returns [B, Sq, H, Dv]. Raises, before any exchange, ValueError if the tensors do not match the layer or the
-        plan, and FaultError for what the backend does not take.
+        plan, FaultError for what the backend does not take, and, on every rank, RankDisagreementError if ranks are
+        about to make different first calls with a plan.
         """
         return self._attend((query, key, value), metadata, plan, lse=False).out
 
@@ -196,8 +210,8 @@ class Attention(torch.nn.Module):
         self, qkv: QueryKeyValue, metadata: AttentionMetadata | None, plan: ShardPlan | None, *, lse: bool
     ) -> Attended:
         metadata = NO_METADATA if metadata is None else metadata
+        self.context.admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
         query, key, value = qkv
-        self.rules.check(query, key, value, metadata, plan, lse=lse)
         causal = self.rules.call.causal
         if self.strategy == "local":
             if self.rules.cuts_rows(metadata) and plan is not None:
@@ -249,24 +263,10 @@ class Attention(torch.nn.Module):
         lse: bool,
     ) -> Result:
         result = self.kernel_call(query, key, value, metadata, causal=causal, lse=lse)
-        if lse:
-            self._check_lse(result.lse, query)
-        out, expected = result.out, (*query.shape[:3], self.rules.value_head_size)
-        if out.shape != expected or out.dtype != query.dtype:
-            raise ValueError(
-                f"{self.name}: {self.kernel} of {self.selection.backend} returned {out.dtype} {tuple(out.shape)}; "
-                f"a backend returns what its query is, {query.dtype} {expected}"
-            )
+        check_result(
+            result, query, self.rules.value_head_size, lse, layer=self.name, of=f"{self.kernel} of {self.rules.backend}"
+        )
         return result
-
-    def _check_lse(self, lse: torch.Tensor | None, query: torch.Tensor) -> None:
-        expected, dtype = (query.shape[0], query.shape[2], query.shape[1]), wide(query.dtype)
-        if lse is None or lse.shape != expected or lse.dtype != dtype:
-            found = "nothing" if lse is None else f"{lse.dtype} {tuple(lse.shape)}"
-            raise ValueError(
-                f"{self.name}: the log-sum-exp of {self.kernel} of {self.selection.backend} is {found}; a backend that "
-                f"declares lse returns {dtype} {expected}, which is [B, H, Sq]"
-            )
 
     def _maker(self, impl_class: type[AttentionImpl], scale: float, options: Blocks) -> Callable[[bool], AttentionImpl]:
         device, dtype = self.context.mesh.device, getattr(torch, self.context.dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from parallel.rows import Rows
 
@@ -23,11 +25,7 @@ class BlockPart:
 
 @lru_cache(maxsize=4096)
 def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = None) -> tuple[BlockPart, ...]:
-    """The parts of a block in which a query may look at a key, none of them empty.
-
-    Causal blocks are either of the same rows twice, or of rows whose runs stand wholly before or after each other, as
-    blocks of a ring do. Raises ValueError for others.
-    """
+    """The parts of a block in which a query may look at a key, none of them empty. Both are in ascending order."""
     if queries == keys:
         found = [BlockPart(range(len(queries)), range(len(keys)), causal)]
     elif causal:
@@ -41,27 +39,42 @@ def parts_of(queries: Rows, keys: Rows, causal: bool, window: Window | None = No
     )
 
 
+def reach_of(queries: Rows, causal: bool, window: Window | None) -> range:
+    """The positions that may be seen by a query of these, in ascending order; of none, nothing."""
+    if not queries:
+        return range(0)
+    before, after = window or (None, None)
+    if causal:
+        after = 0 if after is None else min(after, 0)
+    first, last = queries.runs[0].start, queries.runs[-1].stop - 1
+    return range(0 if before is None else max(first - before, 0), sys.maxsize if after is None else last + after + 1)
+
+
 def _earlier_keys(queries: Rows, keys: Rows) -> list[BlockPart]:
-    """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part."""
+    """Runs of queries, each with the keys that stand before it; neighbours with the same keys are one part. Where rows
+    are queries and keys, as those of a replicated stream are, they are a causal part of their own.
+    """
     found: list[BlockPart] = []
     at = 0
     for run in queries.runs:
-        seen = sum(len(other) for other in keys.runs if other.stop <= run.start)
-        if any(other.start < run.stop and run.start < other.stop for other in keys.runs):
-            raise ValueError(f"causal queries {run} and keys {keys} overlap")
-        places = range(at, at + len(run))
-        if found and len(found[-1].keys) == seen:
-            found[-1] = BlockPart(range(found[-1].queries.start, places.stop), range(seen))
-        else:
-            found.append(BlockPart(places, range(seen)))
-        at = places.stop
+        for piece in _pieces(run, keys):
+            places, seen = range(at, at + len(piece)), keys.count_in(range(piece.start))
+            if found and not found[-1].causal and len(found[-1].keys) == seen:
+                found[-1] = BlockPart(range(found[-1].queries.start, places.stop), range(seen))
+            else:
+                found.append(BlockPart(places, range(seen)))
+            if keys.count_in(piece):
+                found.append(BlockPart(places, range(seen, seen + len(piece)), True))
+            at = places.stop
     return found
+
+
+def _pieces(run: range, keys: Rows) -> list[range]:
+    """A run in pieces of which every row is a key, or none."""
+    ends = {end for other in keys.runs for end in (other.start, other.stop) if run.start < end < run.stop}
+    return [range(start, stop) for start, stop in pairwise(sorted({run.start, run.stop, *ends}))]
 
 
 def _within(queries: Rows, keys: Rows, window: Window) -> bool:
     """Whether the window of some query can reach some key."""
-    before, after = window
-    first, last = queries.runs[0].start, queries.runs[-1].stop - 1
-    too_early = before is not None and keys.runs[-1].stop - 1 < first - before
-    too_late = after is not None and keys.runs[0].start > last + after
-    return not (too_early or too_late)
+    return len(keys.within(reach_of(queries, False, window))) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -12,7 +13,8 @@ from backends.requirements import Requirements
 from configs.faults import Fault, FaultError
 from parallel.metadata_types import check_types
 from parallel.plan import ShardPlan
-from parallel.planner import RoleCall, Way
+from parallel.planner import RINGS, RoleCall, Way
+from parallel.transport.packing import QueryKeyValue
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class CallRules:
     name: str
     role: str
     backend: str
+    class_path: str
     call: RoleCall
     way: Way
     required: Requirements
@@ -34,6 +37,19 @@ class CallRules:
     option_faults: Callable[[Requirements], Iterable[Fault]]
     rank: int
     world_size: int
+    device: torch.device
+
+    @cached_property
+    def told(self) -> str:
+        """What all ranks must have alike of the layer."""
+        heads = f"{self.call.heads}/{self.call.kv_heads} heads of {self.call.head_size}"
+        served = f"{self.backend}/{self.variant.name} ({self.class_path})"
+        return f"{self.role}={served}, {heads}, by {self.way} {self.way.exchange}"
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether its plans give every ring place an early and a late piece."""
+        return self.call.causal and self.way.strategy in RINGS
 
     @property
     def value_head_size(self) -> int:
@@ -54,13 +70,13 @@ class CallRules:
         """
         check_types(self.name, metadata)
         self._check_tensors(query, key, value)
+        self._check_devices((query, key, value), metadata)
         lengths = query.shape[1], key.shape[1]
         if self.way.strategy != "local":
             lengths = self._check_plan(query, key, plan)
         elif plan is not None and self.cuts_rows(metadata):
             lengths = self._check_held(query, plan), key.shape[1]
-        learned = [tensor for tensor in (query, key, value, metadata.sinks, metadata.bias) if tensor is not None]
-        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
+        gradient = records_gradient(query, key, value, metadata)
         self._check_metadata(metadata, query, lengths, plan)
         if gradient and self.way.exchange == "fp8":
             rule = "rounding to fp8 has no gradient"
@@ -108,10 +124,34 @@ class CallRules:
         of_value = (*expected[:3], self.value_head_size)
         if key.shape != expected or value.shape != of_value:
             must = f"both be {expected}" if of_value == expected else f"be {expected} and {of_value}"
-            raise ValueError(f"{self.name}: key {tuple(key.shape)} and value {tuple(value.shape)} must {must}")
+            raise ValueError(
+                f"{self.name}: key {tuple(key.shape)} and value {tuple(value.shape)} must {must}, as the query is "
+                f"{tuple(query.shape)}; give all three of one batch, and K and V of the layer's KV heads"
+            )
         if not query.dtype == key.dtype == value.dtype:
             dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
-            raise ValueError(f"{self.name}: query, key and value must have one dtype, not {dtypes}")
+            raise ValueError(f"{self.name}: query, key and value must have one dtype, not {dtypes}; cast them to one")
+
+    def _check_devices(self, qkv: QueryKeyValue, metadata: AttentionMetadata) -> None:
+        (query, key, value), blocks = qkv, metadata.block_mask
+        device = query.device
+        for name, tensor in (
+            ("key", key),
+            ("value", value),
+            ("mask", metadata.mask),
+            ("bias", metadata.bias),
+            ("sinks", metadata.sinks),
+            ("block_mask", None if blocks is None else blocks.kv_num_blocks),
+        ):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(
+                    f"{self.name}: {name} is on {tensor.device}, and query on {device}; move them to one device"
+                )
+        if self.way.strategy != "local" and device.type != self.device.type:
+            raise ValueError(
+                f"{self.name}: query, key and value are on {device}, and the ranks exchange tensors on "
+                f"{self.device}; move them there"
+            )
 
     def _check_plan(self, query: torch.Tensor, key: torch.Tensor, plan: ShardPlan | None) -> tuple[int, int]:
         """The numbers of queries and keys of all ranks."""
@@ -128,6 +168,12 @@ class CallRules:
         if (plan.strategy, plan.grid, plan.exchange) != (self.way.strategy, self.way.grid, self.way.exchange):
             raise ValueError(
                 f"{self.name}: its calls go by {self.way}, and the plan is of {plan.strategy} {plan.grid}; make it "
+                "with plan_of"
+            )
+        if plan.zigzag != self.zigzag:
+            kind = {True: "an early and a late piece of the rows", False: "one piece of the rows"}
+            raise ValueError(
+                f"{self.name}: its plans give each rank {kind[self.zigzag]}, and this one {kind[plan.zigzag]}; make it "
                 "with plan_of"
             )
         if key.shape[1] != len(plan.shares[self.rank].key_rows):
@@ -217,3 +263,9 @@ class CallRules:
                 f"{self.name}: the blocks of a block_mask cannot be cut for {where}; give a mask, or use "
                 "parallel.strategy=ulysses"
             )
+
+
+def records_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> bool:
+    """Whether a call has a backward pass."""
+    learned = [tensor for tensor in (query, key, value, metadata.sinks, metadata.bias) if tensor is not None]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)

@@ -16,6 +16,7 @@ from backends.registry import Registry
 from backends.selection import Agreement
 from backends.selector import Selector
 from configs.schema import AttentionConfig, ParallelConfig
+from parallel.admission import Admissions
 from parallel.events import Event
 from parallel.mesh import Mesh
 from parallel.transport.base import Transport
@@ -47,6 +48,11 @@ class AttentionContext:
     def selector(self) -> Selector:
         """One for all layers, so that each role is resolved once."""
         return Selector(self.device, self.config, self.registry, self.agreement, import_faults)
+
+    @cached_property
+    def admissions(self) -> Admissions:
+        """One for all layers, which may share plans."""
+        return Admissions(self.mesh)
 
     def layer_facts(self, model: str, name: str) -> LayerFacts:
         """What options may need to know of a layer."""

@@ -11,20 +11,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 
 from backends.interface import AttentionMetadata
 from backends.requirements import NO_FEATURES, Features
-from parallel.agreement import ForwardFacts, agree
+from configs.faults import Fault, FaultError
+from parallel.agreement import ForwardFacts, agree, features_text, streams_text
 from parallel.attention import Attention
 from parallel.mesh import Mesh
 from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import Way
 
-Issued = tuple[Mapping[Way, ShardPlan], ShardPlan | None]
-"""The plans of a forward, and where its rows lie if no layer exchanges anything."""
+
+class Shape(NamedTuple):
+    """What a layer's plan depends on beside the streams, and what its calls move. zigzag: as `ShardPlan` has it."""
+
+    way: Way
+    heads: int
+    kv_heads: int
+    head_size: int
+    zigzag: bool
+
+
+Issued = tuple[Mapping[Shape, ShardPlan], ShardPlan | None]
+"""The plans of a forward, and where its rows lie outside attention."""
 
 
 class LayerOrderError(Exception):
@@ -49,51 +61,52 @@ class Forwards:
     """layers: of the model, in the order in which a forward calls them, each once. name: of the model in errors.
 
     A forward is `begin`, then for each layer a call with the plan that `plan_for` gives out, then `finish`; `end` after
-    it, whatever happened. count: forwards that were begun.
+    it, whatever happened. count: forwards that were begun. plans: of the layers that exchange something.
+
+    Raises FaultError for layers that want the same rows at different places.
     """
 
     def __init__(self, name: str, layers: Sequence[Attention], mesh: Mesh) -> None:
         self.name, self.layers = name, tuple(layers)
         self.count = 0
-        self.plans: Mapping[Way, ShardPlan] = {}
+        self.plans: Mapping[Shape, ShardPlan] = {}
         self._mesh = mesh
-        self._selections = ", ".join(sorted({_told(layer) for layer in layers}))
-        self._constructed = {layer.rules.role: layer.rules.call.features for layer in layers}
-        self._carried: Mapping[str, Features] = self._constructed
-        self._alone: ShardPlan | None = None
+        self._sharded = {_shape(layer): layer for layer in layers if layer.strategy != "local"}
+        self._selections = ", ".join(sorted({layer.rules.told for layer in layers}))
+        self._carried: Mapping[str, Features] = {}
+        self._held: ShardPlan | None = None
         self._done = 0
         self._again = False
+        _raise_places(name, list(self._sharded.values()))
 
     @property
     def issued(self) -> Issued:
         """The plans of the forward under way, for `again`."""
-        return self.plans, self._alone
+        return self.plans, self._held
 
     def is_under_way(self, issued: Issued) -> bool:
         """Whether the forward of these plans is not over yet."""
-        return self._alone is not None and self._alone is issued[1]
+        return self._held is not None and self._held is issued[1]
 
     @contextmanager
     def again(self, issued: Issued) -> Iterator[None]:
         """Calls of a forward that is over: a backward pass computes them again, in an order of its own."""
-        before = self.plans, self._alone, self._again
-        (self.plans, self._alone), self._again = issued, True
+        before = self.plans, self._held, self._again
+        (self.plans, self._held), self._again = issued, True
         try:
             yield
         finally:
-            self.plans, self._alone, self._again = before
+            self.plans, self._held, self._again = before
 
     @property
     def plan(self) -> ShardPlan | None:
         """Where the rows of the forward under way lie outside attention; None outside one."""
-        return next(iter(self.plans.values()), self._alone)
+        return self._held
 
     @property
-    def sharded_layers(self) -> Mapping[Way, tuple[Attention, int]]:
-        """A layer, and how many there are, of each way that exchanges something."""
-        exchanging = [layer for layer in self.layers if layer.strategy != "local"]
-        counts = Counter(layer.way for layer in exchanging)
-        return {layer.way: (layer, counts[layer.way]) for layer in exchanging}
+    def sharded(self) -> Mapping[Shape, int]:
+        """How many layers there are of each shape that exchange something."""
+        return Counter(_shape(layer) for layer in self.layers if layer.strategy != "local")
 
     def begin(
         self,
@@ -111,23 +124,30 @@ class Forwards:
         """
         self.end()
         self.count += 1
-        self._carried = {**self._constructed, **(carried or {})}
+        self._carried = carried or {}
+        carrying = {(layer.rules.role, features_text(self._agreed(layer))) for layer in self.layers}
         agree(
             ForwardFacts(
                 number=self.count,
                 model=self.name,
                 batch=batch,
-                streams=", ".join(map(_stream_text, (*streams, *beside))),
-                carried=", ".join(f"{role} {_features_text(each)}" for role, each in sorted(self._carried.items())),
+                streams=streams_text((*streams, *beside)),
+                carried=", ".join(f"{role} {text}" for role, text in sorted(carrying)),
                 gradient=torch.is_grad_enabled(),
                 dtype=str(dtype).removeprefix("torch."),
                 selections=self._selections,
             ),
             self._mesh,
         )
-        self.plans = {way: layer.plan_of(*streams) for way, (layer, _) in self.sharded_layers.items()}
+        self.plans = {shape: layer.plan_among(*streams, agreed=True) for shape, layer in self._sharded.items()}
         # Where no layer exchanges anything, the rows still have to be somewhere.
-        self._alone = _rows_alone(streams, self.layers[0], self._mesh.world_size)
+        self._held = next(iter(self.plans.values()), None) or _rows_alone(
+            streams, self.layers[0], self._mesh.world_size
+        )
+
+    def _agreed(self, layer: Attention) -> Features:
+        """What a layer's calls carry in this forward."""
+        return self._carried.get(layer.rules.role, layer.rules.call.features)
 
     def plan_for(self, layer: Attention, metadata: AttentionMetadata | None = None) -> ShardPlan:
         """The plan of a layer's call in the forward under way. Ask for it right before the call.
@@ -135,17 +155,17 @@ class Forwards:
         Raises LayerOrderError if it is another layer's turn, ValueError if the call carries something else than was
         agreed, and RuntimeError outside a forward.
         """
-        if self._alone is None:
+        if self._held is None:
             raise RuntimeError(f"{self.name}: {layer.name} was called outside the model's own forward")
-        agreed, given = self._carried[layer.rules.role], NO_FEATURES if metadata is None else metadata.features
+        agreed, given = self._agreed(layer), NO_FEATURES if metadata is None else metadata.features
         if given != agreed:
             raise ValueError(
-                f"{layer.name}: the call carries {_features_text(given)}; the ranks agreed on {_features_text(agreed)} "
+                f"{layer.name}: the call carries {features_text(given)}; the ranks agreed on {features_text(agreed)} "
                 "for this forward"
             )
         if self._mesh.world_size > 1 and not self._again and not torch.compiler.is_compiling():
             self._take_turn(layer)  # what is compiled keeps its order
-        return self.plans.get(layer.way, self._alone)
+        return self.plans.get(_shape(layer), self._held)
 
     def finish(self) -> None:
         """Call before the forward's last exchange. Raises LayerOrderError if a layer was not called."""
@@ -154,7 +174,7 @@ class Forwards:
 
     def end(self) -> None:
         """Nothing of the forward is valid any more."""
-        self.plans, self._alone, self._done = {}, None, 0
+        self.plans, self._held, self._done = {}, None, 0
 
     def _take_turn(self, layer: Attention) -> None:
         expected = self.layers[self._done] if self._done < len(self.layers) else None
@@ -170,20 +190,23 @@ def _rows_alone(streams: Sequence[Stream], layer: Attention, ranks: int) -> Shar
     return plan_streams(tuple(streams), call.heads, Grid(ranks), strategy, kv_heads=call.kv_heads)
 
 
-def _told(layer: Attention) -> str:
-    """What all ranks must have alike of a layer."""
-    selection, call = layer.selection, layer.rules.call
-    heads = f"{call.heads}/{call.kv_heads} heads of {call.head_size}"
-    way = f"{layer.way} {layer.way.exchange}"
-    return f"{selection.role}={selection.backend}/{selection.variant} ({selection.class_path}), {heads}, by {way}"
+def _shape(layer: Attention) -> Shape:
+    call = layer.rules.call
+    return Shape(layer.way, call.heads, call.kv_heads, call.head_size, layer.rules.zigzag)
 
 
-def _stream_text(stream: Stream) -> str:
-    return f"{stream.name} {stream.length}" if stream.sharded else f"{stream.name} {stream.length} on each"
-
-
-def _features_text(features: Features) -> str:
-    found = [name for name, value in asdict(features).items() if value is True]
-    if features.mask != "none":
-        found.insert(0, f"{features.mask} mask")
-    return " and ".join(found) or "nothing"
+def _raise_places(model: str, layers: Sequence[Attention]) -> None:
+    """Raises FaultError if the plans of two layers give a rank other rows: outside attention it holds some rows only
+    once.
+    """
+    places = {layer.way.grid if layer.rules.zigzag else None: layer for layer in layers}
+    if len(places) < 2:
+        return
+    told = [
+        f"{layer.name} ({layer.rules.role}) by {layer.way} wants "
+        + ("one piece of them" if grid is None else "an early and a late piece")
+        for grid, layer in places.items()
+    ]
+    rule = f"a rank holds its rows of {model} at one place, and {', '.join(told)}"
+    remedy = "use parallel.strategy=ulysses or gather_kv, or make all of them causal, or none"
+    raise FaultError([Fault("parallel.strategy", None, rule, remedy)])

@@ -14,6 +14,7 @@ from backends.requirements import Requirements
 from backends.selection import Rejected, Selection
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig
+from parallel.merge import wide
 from parallel.opaque import Opaque
 from parallel.strategies.work import Result
 
@@ -113,6 +114,25 @@ class OwnKernel:
         if lse:
             raise TypeError(f"{self.name} is the model's own attention, and returns no log-sum-exp")
         return Result(self._module(query, key, value, metadata), None)
+
+
+def check_result(result: Result, query: torch.Tensor, value_size: int, lse: bool, *, layer: str, of: str) -> None:
+    """What a backend owes its caller. of: what has computed. Raises ValueError."""
+    if lse:
+        found, dtype = result.lse, wide(query.dtype)
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        if found is None or found.shape != shape or found.dtype != dtype:
+            told = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+            raise ValueError(
+                f"{layer}: the log-sum-exp of {of} is {told}; a backend that declares lse returns {dtype} {shape}, "
+                "which is [B, H, Sq]"
+            )
+    out, expected = result.out, (*query.shape[:3], value_size)
+    if out.shape != expected or out.dtype != query.dtype:
+        raise ValueError(
+            f"{layer}: {of} returned {out.dtype} {tuple(out.shape)}; a backend returns what its query is, "
+            f"{query.dtype} {expected}"
+        )
 
 
 def overridden(

@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
+from configs.faults import Fault, FaultError
 from parallel.plan import Grid
 
 
@@ -38,7 +39,7 @@ class Mesh:
 
     def groups(self, grid: Grid) -> GridGroups:
         """The groups of a grid. The first call for a grid that has both degrees forms them: every rank has to make it,
-        and in the same order (layers do, when they are constructed).
+        and in the same order (layers do, when they are constructed). Raises FaultError as `check_group_counts`.
         """
         if grid not in self._grids:
             self._grids[grid] = self._form(grid)
@@ -51,15 +52,40 @@ class Mesh:
     def _form(self, grid: Grid) -> GridGroups:
         if self.data is None or grid.ring == 1 or grid.ulysses == 1:
             return GridGroups(self.data if grid.ring == 1 else None, self.data if grid.ulysses == 1 else None)
+        check_group_counts(dist.get_process_group_ranks(self.data), self.control or self.data)
         return GridGroups(self._subgroup(grid.ulysses_group(self.rank)), self._subgroup(grid.ring_group(self.rank)))
 
     def _subgroup(self, ranks: range) -> dist.ProcessGroup:
         of_world = [dist.get_global_rank(self.data, rank) for rank in ranks]  # type: ignore[arg-type]
-        backend = dist.get_backend(self.data)
-        group: dist.ProcessGroup = dist.new_group(
-            of_world, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        return form_group(of_world, dist.get_backend(self.data), self.timeout)
+
+
+def form_group(ranks: list[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of some of the world's ranks, without the others. Call `check_group_counts` before."""
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return group
+
+
+def check_group_counts(ranks: list[int], *groups: dist.ProcessGroup) -> None:
+    """Before these ranks of the world form a group without the others, or some of them do: torch (2.13) names it by how
+    many groups a rank is in, and ranks that have other names for it wait for each other until they time out.
+
+    groups: by which the ranks tell each other: one of all of them, or a row and then a column of their mesh. Raises
+    FaultError, on all of these ranks, if they are in other numbers of groups. One exchange over each group.
+    """
+    counts = [len(_world.pg_names)]
+    for group in groups:
+        gathered = [counts] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, counts, group=group)
+        counts = [count for part in gathered for count in part]
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {rank} is in {count}" for rank, count in zip(ranks, counts, strict=True))
+        rule = f"torch names a group of some ranks by how many groups each of them is in, and {told}"
+        remedy = (
+            "make the same calls of torch.distributed.new_group on all of these ranks, or pass groups that are there "
+            "(control=..., and a DeviceMesh of ring x ulysses over the whole default group)"
         )
-        return group
+        raise FaultError([Fault("mesh", None, rule, remedy)])
 
 
 def open_mesh(store: Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Mesh:

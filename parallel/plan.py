@@ -65,8 +65,9 @@ class ShardPlan:
 
     heads: which each place of a Ulysses group computes. strategy: how a call moves what it needs. zigzag: of a sharded
     stream every ring place holds an early and a late piece, so that causal work is balanced; its rows are then two
-    runs. exchange: what carries Q, V and the output. Every rank derives the same plan from global lengths, so no sizes
-    are ever exchanged.
+    runs. exchange: what carries Q, V and the output. agreed: it is of a forward that all ranks have agreed on; calls
+    with another plan are agreed on when the first of them comes. Every rank derives the same plan from global lengths,
+    so no sizes are ever exchanged.
     """
 
     streams: tuple[Stream, ...]
@@ -75,6 +76,7 @@ class ShardPlan:
     strategy: Strategy
     zigzag: bool = False
     exchange: ExchangeDtype = "same"
+    agreed: bool = False
 
     @property
     def world_size(self) -> int:
@@ -254,11 +256,13 @@ def plan_streams(
     kv_heads: int | None = None,
     zigzag: bool = False,
     exchange: ExchangeDtype = "same",
+    agreed: bool = False,
 ) -> ShardPlan:
     """The plan of a call; the same object for the same facts, as it works out much. heads, kv_heads: of the whole
     layer; kv_heads divide heads.
     """
-    return ShardPlan(streams, split_heads(heads, kv_heads or heads, grid.ulysses), grid, strategy, zigzag, exchange)
+    split = split_heads(heads, kv_heads or heads, grid.ulysses)
+    return ShardPlan(streams, split, grid, strategy, zigzag, exchange, agreed)
 
 
 def plan_sequence(length: int, heads: int, world_size: int, kv_heads: int | None = None) -> ShardPlan:

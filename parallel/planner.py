@@ -260,9 +260,6 @@ def _raise_way_faults(call: RoleCall, way: Way) -> None:
         rule = f"{way} moves keys and values alone, and keys are never quantised"
         remedy = "leave it on same, or give parallel.ulysses a degree above 1"
         raise FaultError([Fault("parallel.exchange_dtype", way.exchange, rule, remedy)])
-    if call.kind == "joint" and call.causal and way.strategy in RINGS:
-        rule = f"{way} merges blocks, and blocks of several streams are neither before nor after each other"
-        raise FaultError([Fault("causal", call.causal, rule, "use parallel.strategy=ulysses or gather_kv")])
     if call.features.mask == "block" and way.grid.ring > 1:
         rule = f"the blocks of a block_mask cannot be cut for {way}"
         raise FaultError([Fault("mask", "block", rule, "give a mask, or use parallel.strategy=ulysses")])

@@ -38,12 +38,16 @@ class Rows:
             at += len(run)
         return rows(*kept)
 
+    def within(self, span: range) -> Rows:
+        """Those whose positions lie within a span."""
+        return rows(*(range(max(run.start, span.start), min(run.stop, span.stop)) for run in self.runs))
+
     def shifted(self, by: int) -> Rows:
         return Rows(tuple(range(run.start + by, run.stop + by) for run in self.runs))
 
     def count_in(self, span: range) -> int:
         """How many of them lie within a span."""
-        return sum(max(min(run.stop, span.stop) - max(run.start, span.start), 0) for run in self.runs)
+        return len(self.within(span))
 
     @property
     def sorted(self) -> Rows:

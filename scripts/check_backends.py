@@ -26,7 +26,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
 from backends.platforms.facts import DeviceFacts, local_device
 from backends.registry import Registry
 from kernel_grid.cases import DTYPES, FEATURES, KV_HEADS, LENGTHS, Claim, claims, head_sizes
-from kernel_grid.jobs import Job, jobs_of, run_job, run_jobs, wanted
+from kernel_grid.crew import run_jobs, work
+from kernel_grid.jobs import jobs_of, wanted
 from kernel_grid.page import written
 from kernel_grid.record import summary
 
@@ -40,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     registry = Registry()
     device = local_device(options.device, registry.distributions())
-    if options.job:
-        run_job(Job.from_text(options.job), options.only, device, options.lines)
+    if options.lines:
+        work(options.only, device, options.lines)
         return 0
     every = tuple(claim for claim in claims(registry, device) if wanted(claim.name, options.only))
     sizes = options.head_sizes or head_sizes(every)
@@ -101,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=60, help="stop after these (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the record there, for its claims")
     parser.add_argument("--page", type=Path, metavar="PAGE", help="put the table of that record between its marks")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser
 

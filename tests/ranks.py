@@ -20,7 +20,7 @@ class _RankActor:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return int(self.store.port)
 
-    def join(self, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+    def join(self, port: int, rank: int, world_size: int, timeout_s: float, device: str) -> None:
         import torch
         from torch.distributed import TCPStore
 
@@ -28,7 +28,7 @@ class _RankActor:
 
         if not hasattr(self, "store"):
             self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device("cpu"), timeout_s)
+        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device(device), timeout_s)
         self.meshes: dict[int, Mesh] = {}
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -45,8 +45,8 @@ class _RankActor:
         rank, mesh = self.mesh.rank, self.mesh
         grids = [Grid(degree, size // degree) for degree in range(2, size) if size % degree == 0]
 
-        def group_of(ranks: list[int]) -> Any:
-            return dist.new_group(ranks, timeout=mesh.timeout, backend="gloo", use_local_synchronization=True)
+        def group_of(ranks: list[int], backend: str = dist.get_backend()) -> Any:
+            return dist.new_group(ranks, timeout=mesh.timeout, backend=backend, use_local_synchronization=True)
 
         if rank >= size:
             # torch 2.13 names a group by how many there are, so those who are not in one need another.
@@ -54,7 +54,7 @@ class _RankActor:
                 group_of([rank])
             return
         if size != mesh.world_size:
-            data, control = (group_of(list(range(size))) for _ in range(2))
+            data, control = group_of(list(range(size))), group_of(list(range(size)), "gloo")
             alone = size == 1
             mesh = replace(
                 mesh, world_size=size, data=None if alone else data, control=None if alone else control, _grids={}
@@ -69,15 +69,21 @@ class _RankActor:
 
 
 class Ranks:
-    """`world_size` gloo ranks. cpus: what each takes of the cluster's. timeout_s: of their exchanges."""
+    """`world_size` gloo ranks, or NCCL ones with a GPU each. cpus: what each takes of the cluster's. timeout_s: of
+    their exchanges.
+    """
 
-    def __init__(self, world_size: int, *, cpus: int = 1, timeout_s: float = 30.0) -> None:
+    def __init__(self, world_size: int, *, cpus: int = 1, timeout_s: float = 30.0, cuda: bool = False) -> None:
         self.world_size = world_size
+        self._options = {"cpus": cpus, "timeout_s": timeout_s, "cuda": cuda}
         self._formed: set[int] = set()
         actor = ray.remote(_RankActor)
-        self._actors = [actor.options(num_cpus=cpus).remote() for _ in range(world_size)]
+        self._actors = [actor.options(num_cpus=cpus, num_gpus=int(cuda)).remote() for _ in range(world_size)]
         port = ray.get(self._actors[0].open_store.remote(), timeout=60)
-        joined = [actor.join.remote(port, rank, world_size, timeout_s) for rank, actor in enumerate(self._actors)]
+        joined = [
+            actor.join.remote(port, rank, world_size, timeout_s, "cuda:0" if cuda else "cpu")
+            for rank, actor in enumerate(self._actors)
+        ]
         ray.get(joined, timeout=120)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -107,6 +113,11 @@ class Ranks:
             self._formed.add(size)
             ray.get([actor.form.remote(size) for actor in self._actors], timeout=120)
         return [actor.run_among_first.remote(size, function, arguments) for actor in self._actors[:size]]
+
+    def again(self, world_size: int) -> Ranks:
+        """Others of the kind, in place of these."""
+        self.close()
+        return Ranks(world_size, **self._options)
 
     def close(self) -> None:
         for actor in self._actors:

@@ -138,10 +138,9 @@ class ShardedModel:
 
     def _count_planned(self, plan: ShardPlan, batch: int, element_size: int) -> None:
         rank = self.context.mesh.rank
-        for way, (layer, count) in self.forwards.sharded_layers.items():
-            size = layer.rules.call.head_size
+        for shape, count in self.forwards.sharded.items():
             of_call = call_traffic(
-                self.forwards.plans[way], rank, batch=batch, head_size=size, element_size=element_size
+                self.forwards.plans[shape], rank, batch=batch, head_size=shape.head_size, element_size=element_size
             )
             for verb, calls in of_call.calls.items():
                 self._planned_calls[verb] += count * calls

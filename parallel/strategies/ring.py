@@ -27,13 +27,14 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     whole: Weighed | None = None
     seen = [query, held.key, held.value]
-    for step, (place, key, value) in enumerate((_gathered if differentiated else _rotated)(held, work)):
-        keys = plan.shares[group[place]].keys
+    for place, key, value in (_gathered if differentiated else _rotated)(held, work):
         if differentiated:  # else a block is let go once it is computed
             seen += [key, value]
-        if step == 0:  # those that every rank has count once, with its own
-            key, value, keys = HeldKeys(key, value, held.fixed_key, held.fixed_value).joined(keys, share.fixed_keys)
-        whole = _add_block(whole, query, (key, value, keys), work)
+        block, fixed = HeldKeys(key, value), Rows()
+        if group[place] == work.rank:  # keys that every rank has count once, with its own
+            block, fixed = HeldKeys(key, value, held.fixed_key, held.fixed_value), share.fixed_keys
+        whole = _add_block(whole, query, block.joined(plan.shares[group[place]].keys, fixed), work)
+        del key, value, block  # before the next but one is received
     if whole is None:
         return work.nothing(*seen)
     if differentiated:
@@ -78,13 +79,17 @@ def _rotated(held: HeldKeys, work: Work) -> Iterator[Block]:
         rotation = work.transport.rotate(message, expected, plan)
         yield source, key, value
         message = rotation.wait()
+        del rotation  # and what was sent
         key, value = unpack_keys(message, batch, kv_heads, size)
 
 
 def _gathered(held: HeldKeys, work: Work) -> Iterator[Block]:
     """The same blocks out of one exchange that has a backward pass; that keeps every block until then in any case."""
-    ring, place = work.plan.grid.ring, work.plan.grid.place(work.rank)[0]
-    by_place = work.transport.gather_keys(held.key, held.value, work.plan)
-    for step in range(ring):
-        source = (place - step) % ring
-        yield source, *by_place[source]
+    plan, place = work.plan, work.plan.grid.place(work.rank)[0]
+    lengths = [len(plan.shares[other].keys) for other in plan.grid.ring_group(work.rank)]
+    by_place = [
+        torch.split(tensor, lengths, dim=1) for tensor in work.transport.gather_keys(held.key, held.value, plan)
+    ]
+    for step in range(len(lengths)):
+        source = (place - step) % len(lengths)
+        yield source, by_place[0][source], by_place[1][source]

@@ -48,14 +48,18 @@ class HeldKeys:
     fixed_key: torch.Tensor | None = None
     fixed_value: torch.Tensor | None = None
 
-    def joined(self, keys: Rows, fixed: Rows) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-        """Both in the order of their positions, and these."""
-        if self.fixed_key is None or self.fixed_value is None or not fixed:
-            return self.key, self.value, keys
+    def joined(self, keys: Rows, fixed: Rows, reach: range | None = None) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """Both in the order of their positions, and these; reach: those within this span."""
         every = chain((keys, fixed)).sorted
-        key = assemble(every, [(self.key, keys), (self.fixed_key, fixed)])
-        value = assemble(every, [(self.value, keys), (self.fixed_value, fixed)])
-        return key, value, every
+        if reach is not None:
+            every = every.within(reach)
+        if every == keys:
+            return self.key, self.value, keys
+        of_keys, of_values = [(self.key, keys)], [(self.value, keys)]
+        if self.fixed_key is not None and self.fixed_value is not None:
+            of_keys.append((self.fixed_key, fixed))
+            of_values.append((self.fixed_value, fixed))
+        return assemble(every, of_keys), assemble(every, of_values), every
 
 
 class Work:

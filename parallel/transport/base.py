@@ -63,8 +63,8 @@ class Rotation:
 class Transport(ABC):
     """Moves shards between the ranks of a mesh, and counts what it moves.
 
-    A transport is what carries flat buffers: `_all_to_all` and `_pass_on`. Everything else is here, so that the answer
-    does not depend on it.
+    A transport is what carries flat buffers: `_all_to_all`, `_to_all` and `_pass_on`. Everything else is here, so that
+    the answer does not depend on it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -77,6 +77,10 @@ class Transport(ABC):
         """Fill `received`, blocks of `counts.receives` elements by place, with what the peers send, and send them
         `counts.sends`. Both are flat, contiguous and of these sizes.
         """
+
+    @abstractmethod
+    def _to_all(self, received: torch.Tensor, message: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> None:
+        """`_all_to_all` of one message, of any of `counts.sends`, to each peer: it is never repeated."""
 
     @abstractmethod
     def _pass_on(self, received: torch.Tensor, message: torch.Tensor, peers: Peers) -> Rotation:
@@ -131,17 +135,14 @@ class Transport(ABC):
         mine = unpack_results(received, batch, size, plan, rank)
         return fp8.dequantise(mine, dtype) if quantised else mine
 
-    def gather_keys(self, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan) -> list[KeyValue]:
-        """The travelling keys and values of all ring places, [B, S, Hkv_u, D] each, by place. One exchange."""
+    def gather_keys(self, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan) -> KeyValue:
+        """The travelling keys and values of all ring places, one place's after another's, [B, S, Hkv_u, D] each: views
+        of one buffer. One exchange.
+        """
         batch, _, kv_heads, size = key.shape
         counts = plan.gather_keys(self.mesh.rank).times(batch * size)
-        message = pack_keys(key, value).repeat(plan.grid.ring)
-        received = self._exchange("gather_keys", message, counts, self._ring(plan))
-        blocks, start = [], 0
-        for count in counts.receives:
-            blocks.append(unpack_keys(received[start : start + count], batch, kv_heads, size))
-            start += count
-        return blocks
+        received = self._exchange("gather_keys", pack_keys(key, value), counts, self._ring(plan), to_all=True)
+        return unpack_keys(received, batch, kv_heads, size)
 
     def rotate(self, message: torch.Tensor, receives: int, plan: ShardPlan) -> Rotation:
         """Send a message to the next place of my ring, and receive one of so many elements from the previous one. It
@@ -173,19 +174,26 @@ class Transport(ABC):
     def _world(self) -> Peers:
         return Peers(range(self.mesh.world_size), self.mesh.rank, self.mesh.data)
 
-    def _exchange(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+    def _exchange(
+        self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers, *, to_all: bool = False
+    ) -> torch.Tensor:
+        """to_all: what is sent is one message, the same to all peers."""
         # gloo neither checks sizes nor refuses strided outputs; it returns garbage (torch 2.13), so the check is ours.
-        if send.numel() != sum(counts.sends) or not send.is_contiguous():
-            raise ValueError(f"{verb}: {send.numel()} elements at hand, the plan sends {sum(counts.sends)}")
+        planned = counts.sends[peers.place] if to_all else sum(counts.sends)
+        if send.numel() != planned or not send.is_contiguous():
+            raise ValueError(f"{verb}: {send.numel()} elements at hand, the plan sends {planned}")
         if send.requires_grad and torch.is_grad_enabled():
+            send = send.repeat(len(peers.ranks)) if to_all else send  # whose backward pass adds the gradients up
             moved: torch.Tensor = _Exchange.apply(send, self, verb, counts, peers)  # type: ignore[no-untyped-call]
             return moved
-        return self.move(verb, send, counts, peers)
+        return self.move(verb, send, counts, peers, to_all=to_all)
 
-    def move(self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> torch.Tensor:
+    def move(
+        self, verb: str, send: torch.Tensor, counts: ExchangeCounts, peers: Peers, *, to_all: bool = False
+    ) -> torch.Tensor:
         """One all-to-all of a flat tensor, without a backward pass."""
         received = send.new_empty(sum(counts.receives))
-        self._all_to_all(received, send, counts, peers)
+        (self._to_all if to_all else self._all_to_all)(received, send, counts, peers)
         self._count(verb, (sum(counts.sends) - counts.sends[peers.place]) * send.element_size())
         return received
 

@@ -97,6 +97,12 @@ class NcclTransport(Transport):
             [(outgoing[place], rank) for place, rank in others], [(incoming[place], rank) for place, rank in others]
         )
 
+    def _to_all(self, received: torch.Tensor, message: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> None:
+        parts = torch.split(received, list(counts.receives))
+        parts[peers.place].copy_(message)
+        others = [(place, rank) for place, rank in enumerate(peers.ranks) if place != peers.place]
+        self._move([(message, rank) for _, rank in others], [(parts[place], rank) for place, rank in others])
+
     def _pass_on(self, received: torch.Tensor, message: torch.Tensor, peers: Peers) -> Rotation:
         ring = len(peers.ranks)
         following, previous = peers.ranks[(peers.place + 1) % ring], peers.ranks[(peers.place - 1) % ring]

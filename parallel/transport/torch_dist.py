@@ -21,6 +21,19 @@ class TorchTransport(Transport):
             group=peers.group,
         )
 
+    def _to_all(self, received: torch.Tensor, message: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> None:
+        parts = torch.split(received, list(counts.receives))
+        parts[peers.place].copy_(message)
+        others = [place for place in range(len(peers.ranks)) if place != peers.place]
+        operations = [
+            dist.P2POp(call, tensor, group=peers.group, group_peer=place)
+            for place in others
+            for call, tensor in ((dist.isend, message), (dist.irecv, parts[place]))
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
     def _pass_on(self, received: torch.Tensor, message: torch.Tensor, peers: Peers) -> Rotation:
         ring = len(peers.ranks)
         operations = []

@@ -19,7 +19,8 @@ from backends.platforms.facts import DeviceFacts, parse_device
 from backends.registry import Registry
 from check_backends import claimed, main
 from kernel_grid.cases import FEATURES, LENGTHS, SAMPLED, Call, Claim, calls, claims, head_sizes
-from kernel_grid.jobs import Job, run_jobs
+from kernel_grid.crew import run_jobs
+from kernel_grid.jobs import Job
 from kernel_grid.measure import Exact, measure
 from kernel_grid.page import written
 from kernel_grid.record import summary
@@ -171,29 +172,51 @@ def test_time_that_does_not_suffice_is_a_failure(capsys: pytest.CaptureFixture[s
     assert "not finished in time: float32:8:2" in capsys.readouterr().out
 
 
-DIES = """
+WORKER = """
 import json, os, sys
-job, lines = json.loads(sys.argv[2]), open(sys.argv[4], "w", buffering=1)
-for number in range(job["first"], 3):
-    call = {"rows": number + 1}
-    lines.write(json.dumps({"begins": "A", "call": call, "number": number}) + "\\n")
-    if number == 1:
-        os.kill(os.getpid(), 9)
-    lines.write(json.dumps({"claim": "A", "call": call, "fault": None}) + "\\n")
+lines = open(sys.argv[-1], "w", buffering=1)
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["dtype"] == "float64":
+        sys.exit("no such thing")
+    for number in range(job["first"], 3):
+        call = {"rows": number + 1}
+        lines.write(json.dumps({"claim": "A", "call": call, "number": number}) + "\\n")
+        if number == 1 and job["head_size"] == 8:
+            os.kill(os.getpid(), 9)
+        lines.write(json.dumps({"claim": "A", "call": call, "fault": None, "number": number}) + "\\n")
+        if number == 1 and job["head_size"] == 16:
+            os.kill(os.getpid(), 9)
+    lines.write(json.dumps({"done": "it"}) + "\\n")
 """
 
 
+def outcomes_of(tmp_path: Path, *jobs: Job, workers: int = 1) -> tuple[list[tuple[int, str | None]], list[str]]:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    found, unfinished = run_jobs(
+        jobs, [sys.executable, str(script)], tmp_path, workers, 0, deadline=time.monotonic() + 60
+    )
+    return [(entry["call"]["rows"], entry["fault"]) for entry in found], unfinished
+
+
 def test_a_process_that_dies_is_a_fault_of_its_call_and_the_rest_goes_on(tmp_path: Path) -> None:
-    job = Job("float32", 8, 2, ("plain",), 7)
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    outcomes, unfinished = run_jobs([job], [sys.executable, str(script)], tmp_path, 1, 0, time.monotonic() + 60)
+    dying = Job("float32", 8, 2, ("plain",), 7)
+    found, unfinished = outcomes_of(tmp_path, dying, replace(dying, head_size=32))
+    assert found == [(1, None), (2, "the process ended with -9"), (3, None), (1, None), (2, None), (3, None)]
     assert unfinished == []
-    assert [(entry["call"]["rows"], entry["fault"]) for entry in outcomes] == [
-        (1, None),
-        (2, "the process ended with -9"),
-        (3, None),
-    ]
+    found, _ = outcomes_of(tmp_path, replace(dying, head_size=16))
+    assert found == [(1, None), (2, None), (2, "the process ended with -9 behind it"), (3, None)]
+
+
+def test_a_job_that_cannot_begin_is_unfinished_and_hinders_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = Job("float32", 32, 2, ("plain",), 7)
+    found, unfinished = outcomes_of(tmp_path, replace(good, dtype="float64"), good, workers=2)
+    assert sorted(found) == [(1, None), (2, None), (3, None)]
+    assert unfinished == ["float64:32:2:plain"]
+    assert "no such thing" in capsys.readouterr().out
 
 
 # --- what was recorded ------------------------------------------------------------------------------------------------

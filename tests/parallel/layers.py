@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from backends.interface import Kind
-from backends.platforms.facts import DeviceFacts
+from backends.platforms.facts import DeviceFacts, local_device
 from backends.registry import Registry
 from configs.schema import AttentionConfig, AttentionSpec, ParallelConfig
 from parallel.attention import Attention
@@ -17,6 +17,7 @@ from parallel.events import AttentionRan
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import ShardPlan
+from parallel.transport.base import Transport
 from parallel.transport.torch_dist import TorchTransport
 
 CPU = torch.device("cpu")
@@ -31,13 +32,16 @@ def context_of(
     register: dict[str, str] | None = None,
     emit: Callable[[Any], None] = lambda event: None,
     parallel: ParallelConfig | None = None,
+    transport: Transport | None = None,
 ) -> AttentionContext:
-    """The context of a rank whose roles all go to one backend, or to the platform's choice."""
+    """The context of a rank whose roles all go to one backend, or to the platform's choice. transport: torch's."""
     config = AttentionConfig(default=None if backend is None else AttentionSpec(backend))
     name = str(dtype).removeprefix("torch.")
-    registry, facts = Registry(register), DeviceFacts("cpu")
+    registry = Registry(register)
+    facts = DeviceFacts("cpu") if mesh.device == CPU else local_device(mesh.device.type, registry.distributions())
+    parallel = parallel or ParallelConfig()
     return AttentionContext(
-        mesh, TorchTransport(mesh), registry, config, facts, name, emit, parallel=parallel or ParallelConfig()
+        mesh, transport or TorchTransport(mesh), registry, config, facts, name, emit, parallel=parallel
     )
 
 

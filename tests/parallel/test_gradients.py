@@ -37,6 +37,8 @@ CASES = {
     "text": Case(STREAMS["text in front"], kind="joint"),
     "keys alone": Case(STREAMS["keys alone behind"], kind="joint", heads=6, kv_heads=2),
     "sharded text": Case(STREAMS["sharded text behind"], kind="joint"),
+    "causal text": Case(STREAMS["text in front"], kind="joint", causal=True),
+    "causal streams": Case(STREAMS["video in the middle"], kind="self", causal=True, carried=("sinks",)),
     "many streams": Case(STREAMS["video in the middle"], kind="joint", carried=("full", "sinks")),
 }
 

@@ -49,9 +49,7 @@ def test_streams_in_any_order_sharded_or_not(
 
 @by_grid
 @pytest.mark.parametrize("streams", ["text in front", "sharded text behind", "video in the middle"])
-@pytest.mark.parametrize(
-    "carried", [("key_padding",), ("full", "sinks"), ("per_head",), ("packed", "soft_cap"), ("window",)]
-)
+@pytest.mark.parametrize("carried", CARRIED, ids=str)
 def test_what_joint_calls_carry_is_of_all_streams_in_order(
     gloo_ranks: GlooRanks, grid: str, streams: str, carried: tuple[str, ...]
 ) -> None:
@@ -59,11 +57,24 @@ def test_what_joint_calls_carry_is_of_all_streams_in_order(
     check(gloo_ranks(world_size), Case(STREAMS[streams], 5, 5, kind="joint", carried=carried), parallel)
 
 
-@pytest.mark.parametrize("grid", ["ulysses 3", "gather 3", "ulysses 2 x gather 2"])
-def test_causal_joint_attention_counts_through_the_streams(gloo_ranks: GlooRanks, grid: str) -> None:
+ASKING = [name for name, streams in STREAMS.items() if all(stream.queries for stream in streams)]
+
+
+@by_grid
+@pytest.mark.parametrize("streams", ASKING)
+def test_causal_attention_counts_through_the_streams(gloo_ranks: GlooRanks, grid: str, streams: str) -> None:
     world_size, parallel = GRIDS[grid]
-    for streams in ("text in front", "sharded text behind"):
-        check(gloo_ranks(world_size), Case(STREAMS[streams], kind="joint", causal=True), parallel)
+    check(gloo_ranks(world_size), Case(STREAMS[streams], kind="self", causal=True), parallel)
+
+
+@by_grid
+@pytest.mark.parametrize("streams", ["text in front", "text behind", "video in the middle"])
+@pytest.mark.parametrize("carried", CARRIED, ids=str)
+def test_what_causal_calls_carry_is_of_all_streams_in_order(
+    gloo_ranks: GlooRanks, grid: str, streams: str, carried: tuple[str, ...]
+) -> None:
+    world_size, parallel = GRIDS[grid]
+    check(gloo_ranks(world_size), Case(STREAMS[streams], 5, 5, kind="joint", causal=True, carried=carried), parallel)
 
 
 def kernel_shapes(mesh: Mesh, case: Case, parallel: ParallelConfig) -> tuple[AttentionRan, list[tuple[int, int]]]:

@@ -59,7 +59,7 @@ def moved_by(transport: Transport, tensors: list[torch.Tensor], exchange: Any, s
     back = transport.gather_heads(query.contiguous(), plan)
     rows = transport.gather_rows(mine[0].flatten(2), plan)
     ring = plan_streams(streams, heads, Grid(1, mesh.world_size), "ring", kv_heads=kv_heads)
-    blocks = [part for block in transport.gather_keys(mine[1], mine[2], ring) for part in block]
+    blocks = transport.gather_keys(mine[1], mine[2], ring)
     previous = ring.shares[(mesh.rank - 1) % mesh.world_size]
     message = mine[1].transpose(0, 1).contiguous().view(-1)
     expected = (

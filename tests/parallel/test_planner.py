@@ -193,12 +193,6 @@ def test_a_backend_is_asked_for_what_its_blocks_need(
     )
 
 
-def test_causal_blocks_of_several_streams_have_no_order() -> None:
-    with pytest.raises(FaultError, match="neither before nor after each other"):
-        planned("joint", 8, 8, 2, ParallelConfig(strategy="ring"), causal=True)
-    assert planned("joint", 8, 8, 2, ParallelConfig(strategy="gather_kv"), causal=True).way.strategy == "gather_kv"
-
-
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
     with pytest.raises(FaultError, match="8 query heads are no multiple of 3 KV heads"):
         planned("self", 8, 3, 2)

@@ -13,7 +13,7 @@ from configs.schema import ParallelConfig
 from parallel.attention import Attention
 from parallel.events import AttentionRan, Traffic
 from parallel.mesh import Mesh
-from parallel.plan import plan_sequence
+from parallel.plan import Stream, plan_sequence
 from tests.exact import SAME_BACKEND, TOLERANCE, attention64, random_qkv, relative_error
 from tests.parallel.layers import CPU, ONE_RANK, collecting, context_of, rows_of
 from tests.ranks import Ranks
@@ -161,11 +161,11 @@ def test_the_traffic_of_a_call_is_the_plans(gloo_ranks: GlooRanks, world_size: i
 
 def items_of_a_batch(mesh: Mesh) -> list[torch.Tensor]:
     """The output of a batch of three at once, and of each item alone."""
-    plan = plan_sequence(7, HEADS, mesh.world_size)
     qkv = random_qkv(3, 7, 7, HEADS, HEADS, HEAD_SIZE, torch.float32)
     layer = layer_of(mesh, torch.float32, "REFERENCE")
     outs = []
     for items in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        plan = layer.plan_of(Stream("sequence", 7))
         mine = [rows_of(tensor[items], plan, mesh.rank) for tensor in qkv]
         outs.append(layer(mine[0], mine[1], mine[2], plan=plan))
     return outs

@@ -100,8 +100,6 @@ def _made_to_fit(draw: st.DrawFn, found: dict[str, Any]) -> Drawn:
         return case
     if case.queries != case.keys or (case.kind == "cross" and case.world_size > 1):
         found |= {"causal": False, "window": None}
-    if case.kind == "joint" and case.strategy != "gather_kv" and (case.strategy == "ring" or case.ring):
-        found["causal"] = False
     if case.backend == "TORCH_SDPA":
         found |= {"window": None, "soft_cap": None, "sinks": False, "documents": 0}
     if case.backend == "FLEX_ATTENTION":

@@ -16,6 +16,7 @@ from parallel.plan import Stream
 
 Layout = Literal["contiguous", "heads_first", "batch_last", "sliced", "strided"]
 Spread = Literal["none", "shared", "per_head"]
+CPU = torch.device("cpu")
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -92,17 +93,20 @@ class Drawn:
         out = torch.randn(self.batch, self.queries, self.heads, self.value_size, generator=generator).double()
         return out, torch.randn(self.batch, self.heads, self.queries, generator=generator).double()
 
-    def metadata(self) -> AttentionMetadata:
+    def metadata(self, device: torch.device = CPU) -> AttentionMetadata:
         generator = self.generator(3)
         sinks = torch.randn(self.heads, generator=generator).to(self.torch_dtype) if self.sinks else None
+        mask = self._mask(generator) if self.mask not in ("none", "block") else None
+        packed = self._packed(generator) if self.documents else None
+        bias = self._bias(generator) if self.bias != "none" else None
         return AttentionMetadata(
-            mask=self._mask(generator) if self.mask not in ("none", "block") else None,
+            mask=None if mask is None else mask.to(device),
             window=self.window,
             soft_cap=self.soft_cap,
-            sinks=sinks,
-            packed=self._packed(generator) if self.documents else None,
-            bias=self._bias(generator) if self.bias != "none" else None,
-            block_mask=self._block_mask() if self.mask == "block" else None,
+            sinks=None if sinks is None else sinks.to(device),
+            packed=packed,
+            bias=None if bias is None else bias.to(device),
+            block_mask=self._block_mask(device) if self.mask == "block" else None,
         )
 
     def _mask(self, generator: torch.Generator) -> torch.Tensor:
@@ -143,9 +147,10 @@ class Drawn:
 
         return seen
 
-    def _block_mask(self) -> BlockMask:
+    def _block_mask(self, device: torch.device) -> BlockMask:
         heads = self.heads if self.seed % 2 else None
-        return create_block_mask(self.mask_mod, None, heads, self.queries, self.keys, device="cpu", BLOCK_SIZE=16)
+        size = 16 if device == CPU else 128
+        return create_block_mask(self.mask_mod, None, heads, self.queries, self.keys, str(device), BLOCK_SIZE=size)
 
 
 def laid_out(tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

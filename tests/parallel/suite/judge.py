@@ -18,6 +18,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-
 OF_GRADIENTS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 OF_LSE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 """Of its scale, at least 1. It is in fp32 where the values are narrow."""
+OF_FUSED_LSE = 1e-4
+"""Of kernels that are written for GPUs, which take exponentials of lower precision."""
+FUSED = ("FLASH_ATTN", "CUDNN_ATTN", None)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def _wrong_lse(case: Drawn, ran: Sequence[Ran], answer: Exact) -> Iterator[str]:
             continue
         finite = torch.isfinite(expected)
         error = (got - expected)[finite].abs() / expected[finite].abs().clamp_min(1)
-        if not bool((error <= OF_LSE[case.dtype]).all()):
+        allowed = OF_FUSED_LSE if case.backend in FUSED and case.dtype == "bfloat16" else OF_LSE[case.dtype]
+        if not bool((error <= allowed).all()):
             yield f"the log-sum-exp of rank {rank} is off by {float(error.max()):.3g}"
 
 

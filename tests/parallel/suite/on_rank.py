@@ -11,6 +11,7 @@ import torch
 
 from backends.interface import AttentionMetadata
 from configs.faults import FaultError
+from configs.schema import ParallelConfig
 from parallel.attention import Attention
 from parallel.events import Traffic
 from parallel.mesh import Mesh
@@ -18,6 +19,8 @@ from parallel.pieces import take
 from parallel.plan import ShardPlan, plan_sequence
 from parallel.rows import Rows, rows
 from parallel.traffic import call_traffic
+from parallel.transport.base import Transport
+from parallel.transport.choice import open_transport
 from tests.parallel.layers import context_of
 from tests.parallel.suite.drawn import Drawn, laid_out
 from tests.parallel.suite.reference import loss_of
@@ -57,14 +60,18 @@ class Ran:
 Outcome = Refused | Ran
 
 
-def run_calls(mesh: Mesh, cases: Sequence[Drawn]) -> list[Outcome]:
+def run_calls(mesh: Mesh, cases: Sequence[Drawn], transport: str = "torch") -> list[Outcome]:
     """One after the other, on all ranks of the mesh alike."""
-    return [_run(mesh, case) for case in cases]
+    carrier = open_transport(ParallelConfig(transport=transport), mesh)
+    return [_run(mesh, case, carrier) for case in cases]
 
 
-def _run(mesh: Mesh, case: Drawn) -> Outcome:
-    context = context_of(mesh, dtype=case.torch_dtype, backend=case.backend, parallel=case.parallel)
-    carried = case.metadata()
+def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
+    context = context_of(
+        mesh, dtype=case.torch_dtype, backend=case.backend, parallel=case.parallel, transport=transport
+    )
+    transport.take_traffic()  # that of the last call's backward pass
+    carried = case.metadata(mesh.device)
     try:
         layer = Attention(
             case.heads,
@@ -80,7 +87,8 @@ def _run(mesh: Mesh, case: Drawn) -> Outcome:
         )
         plan, query_rows, key_rows = _held(layer, case, mesh)
         held = (query_rows, key_rows, key_rows)
-        mine = [take(tensor, place) for tensor, place in zip(case.tensors(), held, strict=True)]
+        whole = [tensor.to(mesh.device) for tensor in case.tensors()]
+        mine = [take(tensor, place) for tensor, place in zip(whole, held, strict=True)]
         inputs = _Inputs(case, mine, carried)
         out, lse = _called(layer, case, inputs, plan)
     except (FaultError, ValueError) as error:
@@ -152,9 +160,12 @@ def _gradients(
     results: tuple[torch.Tensor, torch.Tensor | None],
 ) -> tuple[Numbers, ...]:
     """Rows that all ranks have bear an equal part of the loss on each."""
-    of_out, of_lse = (take(w, query_rows, dim) for w, dim in zip(case.loss_weights(), (1, 2), strict=True))
+    device = results[0].device
+    weights = [weight.to(device) for weight in case.loss_weights()]
+    of_out, of_lse = (take(w, query_rows, dim) for w, dim in zip(weights, (1, 2), strict=True))
     shared = set(range(case.queries)).intersection(query_rows) - _sharded_queries(case)
-    part = torch.tensor([1 / case.world_size if row in shared else 1.0 for row in query_rows], dtype=torch.float64)
+    parts = [1 / case.world_size if row in shared else 1.0 for row in query_rows]
+    part = torch.tensor(parts, dtype=torch.float64, device=device)
     loss_of(*results, (of_out * part[:, None, None], of_lse * part)).backward()
     learned = [*inputs.qkv, *inputs.learned]
     return tuple(_numbers(torch.zeros_like(t) if t.grad is None else t.grad) for t in learned)
@@ -185,5 +196,5 @@ def _planned(layer: Attention, case: Drawn, plan: ShardPlan, mesh: Mesh) -> Traf
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    numbers: Numbers = tensor.detach().double().contiguous().numpy()
+    numbers: Numbers = tensor.detach().cpu().double().contiguous().numpy()
     return numbers

@@ -14,8 +14,6 @@ def refusal(case: Drawn) -> str | None:
         return "V of another head size travels in no packet"
     if (case.causal or case.window) and (case.queries != case.keys or sees_a_part):
         return "positions of queries and keys have no common origin"
-    if case.kind == "joint" and case.causal and ring:
-        return "blocks of several streams are neither before nor after each other"
     if case.mask == "block":
         if case.backend != "FLEX_ATTENTION":
             return "a block mask is FLEX_ATTENTION's"

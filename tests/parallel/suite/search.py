@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import ray
 from hypothesis import HealthCheck, Phase
+from hypothesis.strategies import SearchStrategy
 
 from tests.parallel.suite.drawing import batches
 from tests.parallel.suite.drawn import Drawn
@@ -35,9 +36,12 @@ class _StopDrawing(BaseException):
 
 @dataclass
 class Search:
-    """verdicts: in the order in which the calls were drawn. failure: why it stopped early, with the smallest call."""
+    """drawn: what is drawn from. verdicts: in the order in which the calls were drawn. failure: why it stopped early,
+    with the smallest call.
+    """
 
     ranks: Ranks
+    drawn: SearchStrategy[tuple[Drawn, ...]] = field(default_factory=batches)
     verdicts: dict[Drawn, Verdict] = field(default_factory=dict)
     failure: AssertionError | None = None
 
@@ -57,7 +61,7 @@ class Search:
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(batches())
+        @hypothesis.given(self.drawn)
         def every_call_is_right(batch: tuple[Drawn, ...]) -> None:
             self._judge_batch(batch)
 
@@ -91,7 +95,7 @@ def judge_calls(ranks: Ranks, cases: Sequence[Drawn]) -> list[Verdict]:
         by_rank = _returned(started[size])
         errors = {rank: str(outcome) for rank, outcome in enumerate(by_rank) if isinstance(outcome, Exception)}
         if errors:
-            raise RanksBrokeError(_culprit(size, mine), errors)
+            raise RanksBrokeError(_culprit(ranks.again(size), mine), errors)
         verdicts += [judge(case, [outcomes[place] for outcomes in by_rank]) for place, case in enumerate(mine)]
     return verdicts
 
@@ -107,12 +111,14 @@ def _returned(references: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _culprit(size: int, cases: Sequence[Drawn]) -> Drawn:
+def _culprit(fresh: Ranks, cases: Sequence[Drawn]) -> Drawn:
     """The first of the calls that breaks new ranks; the last, if none does so again."""
-    fresh = Ranks(size, cpus=0)
     try:
         for case in cases:
-            if any(isinstance(got, Exception) for got in _returned(fresh.start_among_first(size, run_calls, [case]))):
+            if any(
+                isinstance(got, Exception)
+                for got in _returned(fresh.start_among_first(fresh.world_size, run_calls, [case]))
+            ):
                 return case
     finally:
         fresh.close()

@@ -1,0 +1,268 @@
+"""Bare layers: ranks that are about to make different calls, or of which one refuses its own, all raise before the
+first collective; what they agreed on holds for as long as they keep the plan.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.schema import ParallelConfig
+from parallel.agreement import CallFacts, ForwardFacts, RankDisagreementError, agree
+from parallel.attention import Attention
+from parallel.mesh import Mesh
+from parallel.pieces import take
+from parallel.plan import ShardPlan, Stream, plan_streams
+from tests.parallel.cases import Case, GlooRanks, exact, layer_of, metadata_of, tensors_of
+from tests.parallel.layers import CPU
+
+USUAL = Case((Stream("video", 8),), batch=1)
+STRATEGIES = {name: ParallelConfig(strategy=name) for name in ("ulysses", "ring", "gather_kv")}
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of one rank. change: of Q, K and V."""
+
+    case: Case = USUAL
+    strategy: str = "ulysses"
+    change: str = ""
+    lse: bool = False
+
+
+CHANGES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+    "": lambda qkv: qkv,
+    "K of another batch": lambda qkv: [qkv[0], qkv[1].repeat(2, 1, 1, 1), qkv[2]],
+    "K and V of another batch": lambda qkv: [qkv[0], *(each.repeat(2, 1, 1, 1) for each in qkv[1:])],
+    "K of another dtype": lambda qkv: [qkv[0], qkv[1].float(), qkv[2]],
+    "V of another dtype": lambda qkv: [qkv[0], qkv[1], qkv[2].float()],
+    "K on another device": lambda qkv: [qkv[0], qkv[1].to(META), qkv[2]],
+    "all on another device": lambda qkv: [each.to(META) for each in qkv],
+    "a row less": lambda qkv: [each[:, 1:] for each in qkv],
+    "no dimensions": lambda qkv: [qkv[0][0, 0, 0, 0], *qkv[1:]],
+    "gradients": lambda qkv: [each.requires_grad_() for each in qkv],
+}
+
+
+def call(mesh: Mesh, asked: Asked, layer: Attention | None = None, plan: ShardPlan | None = None) -> float:
+    """The largest difference from the whole answer."""
+    layer = layer or layer_of(mesh, asked.case, STRATEGIES[asked.strategy], lse=True)
+    plan = plan or layer.plan_of(*asked.case.streams)
+    held = plan.shares[mesh.rank].query_rows
+    query, key, value = CHANGES[asked.change]([take(tensor, held) for tensor in tensors_of(asked.case)])
+    carried = metadata_of(asked.case)
+    if asked.lse:
+        out, _ = layer.forward_with_lse(query, key, value, carried, plan=plan)
+    else:
+        out = layer(query, key, value, carried, plan=plan)
+    return float((out - take(exact(asked.case)[0], held)).abs().amax()) if out.numel() else 0.0
+
+
+def watched(mesh: Mesh, asked: Asked) -> tuple[float | Exception, int]:
+    """What became of the call, and how many exchanges of rows were begun on this rank."""
+    begun = 0
+    names = ("all_to_all_single", "batch_isend_irecv")
+    real = {name: getattr(dist, name) for name in names}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def collective(*args: Any, **options: Any) -> Any:
+            nonlocal begun
+            begun += 1
+            return real[name](*args, **options)
+
+        return collective
+
+    try:
+        for name in names:
+            setattr(dist, name, counted(name))
+        return call(mesh, asked), begun
+    except (ValueError, RankDisagreementError) as error:
+        return error, begun
+    finally:
+        for name in names:
+            setattr(dist, name, real[name])
+
+
+# --- other calls on other ranks ---------------------------------------------------------------------------------------
+
+OTHER = {
+    "another batch": (Asked(replace(USUAL, batch=2)), "batch: rank 0 has 1, rank 1 has 2"),
+    "another dtype": (Asked(replace(USUAL, dtype=torch.float32)), "dtype: rank 0 has float64, rank 1 has float32"),
+    # 7 and 8 rows give the first rank 4 of them each: its own plan would notice nothing
+    "another length": (Asked(replace(USUAL, streams=(Stream("video", 7),))), "plan: rank 0 has video 8; "),
+    "other streams": (Asked(replace(USUAL, streams=(Stream("a", 4), Stream("b", 4)))), "has a 4, b 4; "),
+    "other heads": (Asked(replace(USUAL, heads=4, kv_heads=4)), "plan: rank 0 has video 8; 6/6 heads by "),
+    "a mask": (Asked(replace(USUAL, carried=("full",))), "carried: rank 0 has nothing, rank 1 has full mask"),
+    "gradients": (Asked(change="gradients"), "carried: rank 0 has nothing, rank 1 has nothing, with gradients"),
+    "log-sum-exps": (Asked(lse=True), "carried: rank 0 has nothing, rank 1 has nothing, with log-sum-exps"),
+}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", OTHER)
+def test_other_calls_are_refused_on_every_rank_before_the_first_collective(
+    gloo_ranks: GlooRanks, strategy: str, name: str
+) -> None:
+    other, said = OTHER[name]
+    ranks = gloo_ranks(2)
+    results = ranks.run_each(watched, [(Asked(strategy=strategy),), (replace(other, strategy=strategy),)])
+    for error, begun in results:
+        assert isinstance(error, RankDisagreementError)
+        assert begun == 0
+        assert str(error).startswith("ranks disagree before the first call with a plan; ")
+        assert said in str(error)
+        assert "; make the same call on every rank" in str(error)
+    assert results[0][0].facts == results[1][0].facts
+    assert max(ranks.run(call, Asked(strategy=strategy))) < 1e-11
+
+
+@pytest.mark.ray
+def test_another_strategy_is_refused_on_every_rank(gloo_ranks: GlooRanks) -> None:
+    for error, begun in gloo_ranks(2).run_each(watched, [(Asked(strategy="ring"),), (Asked(strategy="gather_kv"),)]):
+        assert "by ring 1x2, rank 1 has video 8; 6/6 heads by gather_kv 1x2" in str(error)
+        assert begun == 0
+
+
+REFUSED = {
+    "K of another batch": r"attention: key \(2, 4, 6, 8\) and value \(1, 4, 6, 8\) must both be \(1, 4, 6, 8\)",
+    "K and V of another batch": r"attention: key \(2, 4, 6, 8\) and value \(2, 4, 6, 8\) must both be \(1, 4, 6, 8\)",
+    "K of another dtype": "have one dtype, not torch.float64, torch.float32, torch.float64; cast them to one",
+    "V of another dtype": "have one dtype, not torch.float64, torch.float64, torch.float32; cast them to one",
+    "K on another device": "attention: key is on meta, and query on cpu; move them to one device",
+    "all on another device": "are on meta, and the ranks exchange tensors on cpu; move them there",
+    "a row less": "attention: 3 query rows at hand; the plan gives this rank 4",
+    "no dimensions": r"attention: query is \(\); the layer has 6 heads of 8",
+}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_call_that_one_rank_refuses_is_refused_on_all(gloo_ranks: GlooRanks, strategy: str, change: str) -> None:
+    ranks = gloo_ranks(3)
+    usual = Asked(replace(USUAL, streams=(Stream("video", 12),)), strategy)
+    results = ranks.run_each(watched, [(usual,), (replace(usual, change=change),), (usual,)])
+    with pytest.raises(ValueError, match=REFUSED[change]) as own:
+        raise results[1][0]
+    for error, begun in results:
+        assert begun == 0
+        if error is not results[1][0]:
+            assert isinstance(error, RankDisagreementError)
+            assert f"fault: rank 0 has none, rank 1 has {own.value}, rank 2 has none" in str(error)
+    assert max(ranks.run(call, usual)) < 1e-11
+
+
+@pytest.mark.ray
+def test_a_call_that_all_ranks_refuse_gets_each_ranks_own_error(gloo_ranks: GlooRanks) -> None:
+    for error, begun in gloo_ranks(2).run(watched, Asked(change="K of another dtype")):
+        assert isinstance(error, ValueError)
+        assert "must have one dtype" in str(error)
+        assert begun == 0
+
+
+# --- once for each plan -----------------------------------------------------------------------------------------------
+
+
+def count_exchanges(mesh: Mesh) -> list[int]:
+    """Agreements so far: after calls of three layers with one plan, again with another plan, and on a local layer."""
+    seen, real = 0, dist.all_gather
+
+    def all_gather(*args: Any, **options: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        assert options["group"] is mesh.control
+        return real(*args, **options)
+
+    dist.all_gather = all_gather
+    try:
+        first = layer_of(mesh, USUAL, STRATEGIES["ulysses"])
+        layers = [first, *(Attention(6, 8, role="self", kind="self", context=first.context) for _ in range(2))]
+        plan, found = first.plan_of(*USUAL.streams), []
+        for _ in range(2):
+            for layer in layers:
+                call(mesh, Asked(), layer, plan)
+        found.append(seen)
+        call(mesh, Asked(), layers[1], first.plan_of(*USUAL.streams))
+        call(mesh, Asked(), layers[2], plan)
+        found.append(seen)
+        call(mesh, Asked(), first, first.plan_among(*USUAL.streams, agreed=True))
+        cross = Attention(6, 8, role="cross", kind="cross", context=first.context)
+        cross(*tensors_of(USUAL))
+        found.append(seen)
+    finally:
+        dist.all_gather = real
+    return found
+
+
+@pytest.mark.ray
+def test_the_ranks_agree_once_for_each_plan_and_never_for_a_layer_or_a_call(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks(2).run(count_exchanges) == [[1, 2, 2]] * 2
+
+
+def change_the_batch(mesh: Mesh) -> tuple[str, float]:
+    layer = layer_of(mesh, USUAL, STRATEGIES["ring"])
+    plan = layer.plan_of(*USUAL.streams)
+    call(mesh, Asked(), layer, plan)
+    other, said = Asked(replace(USUAL, batch=2)), ""
+    try:
+        call(mesh, other, layer, plan)
+    except ValueError as error:
+        said = str(error)
+    return said, max(call(mesh, other, layer, layer.plan_of(*USUAL.streams)), call(mesh, Asked(), layer, plan))
+
+
+@pytest.mark.ray
+def test_a_plan_is_of_one_batch_and_another_one_is_agreed_on_anew(gloo_ranks: GlooRanks) -> None:
+    for said, error in gloo_ranks(2).run(change_the_batch):
+        assert said == (
+            "attention: the call is of batch 2 of torch.float64 on cpu, and the ranks agreed on batch 1 of "
+            "torch.float64 on cpu for its plan; make another with plan_of, on every rank"
+        )
+        assert error < 1e-11
+
+
+def forward_or_call(mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        agree(ForwardFacts(1, "model", 1, "video 8", "self nothing", False, "float64", "self"), mesh)
+    else:
+        call(mesh, Asked())
+
+
+@pytest.mark.ray
+def test_a_rank_before_a_forward_and_one_before_a_call_both_raise(gloo_ranks: GlooRanks) -> None:
+    for error in gloo_ranks(2).outcomes(forward_or_call, [(), ()]):
+        assert isinstance(error, RankDisagreementError)
+        assert "rank 0 is before a forward: ForwardFacts(number=1, " in str(error)
+        assert "rank 1 is before the first call with a plan: CallFacts(number=1, " in str(error)
+        assert str(error).endswith("; make the same calls in the same order on every rank")
+
+
+def test_facts_of_all_kinds_are_equally_many_numbers() -> None:
+    assert len(fields(CallFacts)) == len(fields(ForwardFacts))
+
+
+def test_a_disagreement_on_calls_survives_pickling() -> None:
+    facts = CallFacts(1, "layer", "video 8", 1, "float64", "cpu", "nothing", "")
+    error = RankDisagreementError((facts, replace(facts, fault="no")))
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.facts, str(back)) == (RankDisagreementError, error.facts, str(error))
+    assert "fault: rank 0 has none, rank 1 has no" in str(back)
+
+
+def test_plans_with_pieces_at_other_places_are_refused() -> None:
+    layer = layer_of(Mesh(0, 2, CPU), replace(USUAL, causal=True), STRATEGIES["ring"])
+    whole = plan_streams(USUAL.streams, 6, layer.way.grid, "ring")
+    query, key, value = (tensor[:, :4] for tensor in tensors_of(USUAL))
+    with pytest.raises(ValueError, match="an early and a late piece of the rows, and this one one piece of the rows"):
+        layer(query, key, value, plan=whole)
+    plain = layer_of(Mesh(0, 2, CPU), USUAL, STRATEGIES["ring"])
+    with pytest.raises(ValueError, match="one piece of the rows, and this one an early and a late piece"):
+        plain(query, key, value, plan=layer.plan_of(*USUAL.streams))
