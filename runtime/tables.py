@@ -107,8 +107,13 @@ def tables(registry: Registry) -> Tables:
     for name in registry.names():
         with contextlib.suppress(FaultError):  # it is refused when it is chosen
             backends.append(registry.get_class(name))
-    features = tuple(_feature_row(backend, variant) for backend in backends for variant in backend.variants)
+    features = tuple(row for backend in backends for row in feature_rows(backend))
     return Tables(features, tuple(_priority_row(label, registry) for label in DEVICES))
+
+
+def feature_rows(backend: type[AttentionBackend]) -> tuple[FeatureRow, ...]:
+    """What each of a backend's variants takes."""
+    return tuple(_feature_row(backend, variant) for variant in backend.variants)
 
 
 def _devices() -> Iterator[DeviceFacts]:
