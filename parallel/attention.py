@@ -62,6 +62,7 @@ class Attention(torch.nn.Module):
         features: Features = NO_FEATURES,
         lse: bool = False,
         gradient: bool = False,
+        learned_gradient: bool = False,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: torch.nn.Module | None = None,
         skip_sequence_parallel: bool = False,
@@ -86,6 +87,7 @@ class Attention(torch.nn.Module):
             features=features,
             lse=lse,
             gradient=gradient,
+            learned_gradient=learned_gradient,
             skip=skip_sequence_parallel,
         )
         option_faults: Callable[[Requirements], Iterable[Fault]] = _no_faults
