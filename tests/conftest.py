@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def ray_cluster() -> Iterator[None]:
     """A local cluster with room for groups of up to 8 ranks side by side, whatever the machine has."""
     import ray
+    import torch
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    with warm_workers():
+    with nullcontext() if torch.cuda.is_available() else warm_workers():  # a fork cannot take over a CUDA context
         ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
