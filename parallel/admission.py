@@ -14,6 +14,7 @@ from parallel.agreement import CallFacts, RankDisagreementError, agree, features
 from parallel.calls import CallRules, records_gradient
 from parallel.mesh import Mesh
 from parallel.plan import ShardPlan
+from parallel.transport.errors import ExchangeError
 from parallel.transport.packing import QueryKeyValue
 
 PLANS_KEPT = 256
@@ -93,6 +94,9 @@ class Admissions:
         except RankDisagreementError:
             if fault is None:
                 raise
+        except ExchangeError as error:
+            error.layer = rules.name
+            raise
         if fault is not None:
             raise fault
         self.count += 1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from backends.requirements import Features
 from parallel.mesh import Mesh
 from parallel.plan import Stream
+from parallel.transport.errors import ExchangeError
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,16 @@ class RankDisagreementError(Exception):
 def agree(facts: Facts, mesh: Mesh) -> None:
     """Compare the facts of all ranks over the control group: one exchange of a few numbers, if they agree.
 
-    Raises RankDisagreementError, on every rank, if they do not.
+    Raises RankDisagreementError, on every rank, if they do not, and ExchangeError if not all ranks take part.
     """
     if mesh.control is None:
         return
     mine = torch.tensor(facts.numbers(), dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in range(mesh.world_size)]
-    dist.all_gather(gathered, mine, group=mesh.control)
+    try:
+        dist.all_gather(gathered, mine, group=mesh.control)
+    except RuntimeError as error:
+        raise ExchangeError(f"the agreement before {facts.before}", str(error)) from error
     if any(not torch.equal(mine, other) for other in gathered):
         # Every rank has seen the same numbers, so all of them come here, and can afford to exchange the texts.
         told: list[Facts] = [facts] * mesh.world_size

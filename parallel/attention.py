@@ -23,6 +23,7 @@ from parallel.restrict import of_rows
 from parallel.rows import rows
 from parallel.strategies.sharded import Attended, sharded_attention
 from parallel.strategies.work import Result
+from parallel.transport.errors import ExchangeError
 from parallel.transport.packing import QueryKeyValue
 
 NO_METADATA = AttentionMetadata()
@@ -43,7 +44,7 @@ class Attention(torch.nn.Module):
     the mesh. allow_trtllm_default: an automatic choice may be a backend that asks for the model's permission. name,
     model: where the layer stands, for the report.
 
-    The strategy and the backend are chosen at construction, on all ranks alike; FaultError tells why none serves.
+    The strategy and the backend are chosen at construction, on all ranks alike. Raises FaultError if none serves, and
     TypeError for an override of another kind.
     """
 
@@ -62,6 +63,7 @@ class Attention(torch.nn.Module):
         features: Features = NO_FEATURES,
         lse: bool = False,
         gradient: bool = False,
+        learned_gradient: bool = False,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: torch.nn.Module | None = None,
         skip_sequence_parallel: bool = False,
@@ -86,9 +88,10 @@ class Attention(torch.nn.Module):
             features=features,
             lse=lse,
             gradient=gradient,
+            learned_gradient=learned_gradient,
             skip=skip_sequence_parallel,
         )
-        option_faults: Callable[[Requirements], Iterable[Fault]] = _no_faults
+        option_faults: Callable[[Requirements], Iterable[Fault]] = lambda asked: ()  # noqa: E731
         if custom_attention is not None:
             if not skip_sequence_parallel:
                 raise ValueError(f"{name}: custom_attention owns its communication; pass skip_sequence_parallel=True")
@@ -137,6 +140,7 @@ class Attention(torch.nn.Module):
             world_size=mesh.world_size,
             device=mesh.device,
         )
+        self._admissions, self._kept = self.context.admissions, self.context.kept
         self._reported = False
 
     @property
@@ -149,9 +153,8 @@ class Attention(torch.nn.Module):
         return self.kernel_call.impl
 
     def plan_of(self, *streams: Stream) -> ShardPlan:
-        """The plan of calls over these streams, in this order, as the layer's strategy needs it. Keep it for calls of
-        one batch, dtype and device: it works out once what every rank holds, and the ranks agree on it when its first
-        call comes. Other layers may share it.
+        """The plan of calls over these streams, in this order. Keep it for calls of one batch, dtype and device, of
+        this layer and others: what every rank holds is worked out once, and agreed on when the first call comes.
         """
         return replace(self.plan_among(*streams))
 
@@ -183,9 +186,8 @@ class Attention(torch.nn.Module):
         query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]: this rank's rows of the plan's streams, one
         stream after another, or all keys where they are replicated. metadata: of all rows of all streams, and all
         heads. plan: of the sharded sequence, made with `plan_of`; needed where rows are exchanged.
-        Returns [B, Sq, H, Dv]. Raises, before any exchange, ValueError if the tensors do not match the layer or the
-        plan, FaultError for what the backend does not take, and, on every rank, RankDisagreementError if ranks are
-        about to make different first calls with a plan.
+        Returns [B, Sq, H, Dv]. Raises, before any exchange, ValueError, FaultError and RankDisagreementError as
+        `Admissions.admit` does; ExchangeError for one that fails.
         """
         return self._attend((query, key, value), metadata, plan, lse=False).out
 
@@ -210,19 +212,22 @@ class Attention(torch.nn.Module):
         self, qkv: QueryKeyValue, metadata: AttentionMetadata | None, plan: ShardPlan | None, *, lse: bool
     ) -> Attended:
         metadata = NO_METADATA if metadata is None else metadata
-        self.context.admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
+        self._admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
         query, key, value = qkv
-        causal = self.rules.call.causal
+        causal, kept = self.rules.call.causal, self._kept
         if self.strategy == "local":
             if self.rules.cuts_rows(metadata) and plan is not None:
                 mine = plan.shares[self.rules.rank].query_rows
-                metadata = of_rows(metadata, mine, rows(range(key.shape[1])), query.device)
+                metadata = of_rows(metadata, mine, rows(range(key.shape[1])), query.device, kept)
             result = self._compute(query, key, value, metadata, causal=causal, lse=lse)
             attended = Attended(*result, tuple(query.shape), tuple(key.shape))
         elif plan is not None:
-            attended = sharded_attention(
-                qkv, self._compute, metadata, plan, self.context.transport, causal=causal, lse=lse
-            )
+            carrier = self.context.transport
+            try:
+                attended = sharded_attention(qkv, self._compute, metadata, plan, carrier, kept, causal=causal, lse=lse)
+            except ExchangeError as error:
+                error.layer = self.name
+                raise
         if not self._reported and not torch.compiler.is_compiling():
             self._report(query, attended)
         return attended
@@ -292,7 +297,3 @@ class Attention(torch.nn.Module):
                 key=attended.key_shape,
             )
         )
-
-
-def _no_faults(asked: Requirements) -> Iterable[Fault]:
-    return ()

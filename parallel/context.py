@@ -18,6 +18,7 @@ from backends.selector import Selector
 from configs.schema import AttentionConfig, ParallelConfig
 from parallel.admission import Admissions
 from parallel.events import Event
+from parallel.kept import Kept
 from parallel.mesh import Mesh
 from parallel.transport.base import Transport
 
@@ -53,6 +54,11 @@ class AttentionContext:
     def admissions(self) -> Admissions:
         """One for all layers, which may share plans."""
         return Admissions(self.mesh)
+
+    @cached_property
+    def kept(self) -> Kept:
+        """One for all layers, which may carry the same masks."""
+        return Kept()
 
     def layer_facts(self, model: str, name: str) -> LayerFacts:
         """What options may need to know of a layer."""

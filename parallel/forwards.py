@@ -23,6 +23,7 @@ from parallel.attention import Attention
 from parallel.mesh import Mesh
 from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import Way
+from parallel.transport.errors import ExchangeError
 
 
 class Shape(NamedTuple):
@@ -126,19 +127,21 @@ class Forwards:
         self.count += 1
         self._carried = carried or {}
         carrying = {(layer.rules.role, features_text(self._agreed(layer))) for layer in self.layers}
-        agree(
-            ForwardFacts(
-                number=self.count,
-                model=self.name,
-                batch=batch,
-                streams=streams_text((*streams, *beside)),
-                carried=", ".join(f"{role} {text}" for role, text in sorted(carrying)),
-                gradient=torch.is_grad_enabled(),
-                dtype=str(dtype).removeprefix("torch."),
-                selections=self._selections,
-            ),
-            self._mesh,
+        facts = ForwardFacts(
+            number=self.count,
+            model=self.name,
+            batch=batch,
+            streams=streams_text((*streams, *beside)),
+            carried=", ".join(f"{role} {text}" for role, text in sorted(carrying)),
+            gradient=torch.is_grad_enabled(),
+            dtype=str(dtype).removeprefix("torch."),
+            selections=self._selections,
         )
+        try:
+            agree(facts, self._mesh)
+        except ExchangeError as error:
+            error.layer = self.name
+            raise
         self.plans = {shape: layer.plan_among(*streams, agreed=True) for shape, layer in self._sharded.items()}
         # Where no layer exchanges anything, the rows still have to be somewhere.
         self._held = next(iter(self.plans.values()), None) or _rows_alone(

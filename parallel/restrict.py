@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,24 +11,30 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from backends.interface import AttentionMetadata, PackedLengths
+from parallel.blocks import Window
+from parallel.kept import Kept
 from parallel.pieces import take
 from parallel.rows import Rows
 
 
-def of_heads(metadata: AttentionMetadata, heads: range) -> AttentionMetadata:
+def of_heads(metadata: AttentionMetadata, heads: range, kept: Kept) -> AttentionMetadata:
     """What a rank that computes these heads needs of it, on all rows."""
     mask, bias, sinks, blocks = metadata.mask, metadata.bias, metadata.sinks, metadata.block_mask
     if mask is not None and mask.shape[1] > 1:
-        mask = mask[:, heads.start : heads.stop]
+        mask = kept.get(mask, heads, partial(_heads, mask, heads))
     if bias is not None and bias.shape[1] > 1:
-        bias = bias[:, heads.start : heads.stop]
+        bias = kept.get(bias, heads, partial(_heads, bias, heads))
     if sinks is not None:
         sinks = sinks[heads.start : heads.stop]
     if blocks is not None and blocks.shape[1] > 1:
-        blocks = _blocks_of(blocks, heads)
+        blocks = kept.get(blocks, heads, partial(_blocks_of, blocks, heads))
     if mask is metadata.mask and bias is metadata.bias and sinks is metadata.sinks and blocks is metadata.block_mask:
         return metadata
     return replace(metadata, mask=mask, bias=bias, sinks=sinks, block_mask=blocks)
+
+
+def _heads(table: torch.Tensor, heads: range) -> torch.Tensor:
+    return table[:, heads.start : heads.stop]
 
 
 def _blocks_of(blocks: BlockMask, heads: range) -> BlockMask:
@@ -52,27 +59,36 @@ def _blocks_of(blocks: BlockMask, heads: range) -> BlockMask:
 
 
 def of_rows(
-    metadata: AttentionMetadata, queries: Rows, keys: Rows, device: torch.device, *, causal: bool = False
+    metadata: AttentionMetadata, queries: Rows, keys: Rows, device: torch.device, kept: Kept, *, causal: bool = False
 ) -> AttentionMetadata:
     """What a block of some query positions and some key positions needs of it.
 
     Masks are cut; a window, and causality where it is asked for, become part of a full mask, since a kernel counts from
     the block's own first row; documents keep the rows that the block has of them.
     """
-    mask, bias = (_cut(table, queries, keys) for table in (metadata.mask, metadata.bias))
-    if causal or metadata.window is not None:
-        window = metadata.window or (None, None)
-        seen = _seen(_positions(queries, device), _positions(keys, device), window, causal)
-        mask = seen if mask is None else mask & seen
+    mask, bias, window = metadata.mask, metadata.bias, metadata.window
+    if causal or window is not None:
+        seen = (queries, keys, window, causal, device)
+        mask = kept.get(mask, seen, partial(_bounded, mask, *seen))
+    elif mask is not None:
+        mask = kept.get(mask, (queries, keys), partial(_cut, mask, queries, keys))
+    if bias is not None:
+        bias = kept.get(bias, (queries, keys), partial(_cut, bias, queries, keys))
     return replace(metadata, mask=mask, bias=bias, window=None, packed=_packed(metadata.packed, queries, keys))
 
 
-def _cut(table: torch.Tensor | None, queries: Rows, keys: Rows) -> torch.Tensor | None:
+def _cut(table: torch.Tensor, queries: Rows, keys: Rows) -> torch.Tensor:
     """Of [B or 1, 1 or H, Sq or 1, Sk]."""
-    if table is None:
-        return None
     of_keys = take(table, keys, dim=3)
     return take(of_keys, queries, dim=2) if table.shape[2] > 1 else of_keys
+
+
+def _bounded(
+    mask: torch.Tensor | None, queries: Rows, keys: Rows, window: Window | None, causal: bool, device: torch.device
+) -> torch.Tensor:
+    """A mask of a block, and what it sees by position."""
+    seen = _seen(_positions(queries, device), _positions(keys, device), window or (None, None), causal)
+    return seen if mask is None else _cut(mask, queries, keys) & seen
 
 
 def _positions(rows: Rows, device: torch.device) -> torch.Tensor:
@@ -80,9 +96,7 @@ def _positions(rows: Rows, device: torch.device) -> torch.Tensor:
     return torch.cat(runs) if runs else torch.arange(0, device=device)
 
 
-def _seen(
-    queries: torch.Tensor, keys: torch.Tensor, window: tuple[int | None, int | None], causal: bool
-) -> torch.Tensor:
+def _seen(queries: torch.Tensor, keys: torch.Tensor, window: Window, causal: bool) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where the distance from a query to a key is within the window, and not ahead if causal."""
     before, after = window
     if causal:
@@ -102,6 +116,7 @@ def _packed(packed: PackedLengths | None, queries: Rows, keys: Rows) -> PackedLe
     return PackedLengths(_lengths(packed.query, queries), _lengths(packed.key, keys))
 
 
+@lru_cache(maxsize=1024)
 def _lengths(lengths: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
     ends = tuple(accumulate(lengths, initial=0))
     return tuple(rows.count_in(range(start, stop)) for start, stop in pairwise(ends))

@@ -45,7 +45,7 @@ LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
 STRATEGIES = ("local", "ulysses", "ring", "gather_kv")
 """Each alone; where both are served, so are Ulysses groups with the other between them."""
-SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
+SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient", "learned_gradient")
 _BASE = Requirements(head_size=128, num_heads=8, num_kv_heads=8, dtype="bfloat16", kind="self")
 
 
@@ -74,6 +74,7 @@ class FeatureRow:
     lse: bool
     gradient: bool
     lse_gradient: bool
+    learned_gradient: bool
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     exactness: str

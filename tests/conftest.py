@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def starting_ray() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """`with starting_ray():` around the start of a Ray: its workers are forked (see `tests.warm_workers`)."""
+    import torch
+
+    if torch.cuda.is_available():  # a fork cannot take over a CUDA context
+        yield nullcontext
+        return
     with warm_python() as python:
         yield lambda: patch.object(sys, "executable", python)
 

@@ -23,5 +23,5 @@ def gather_kv_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Resu
     gathered = HeldKeys(key, value, held.fixed_key, held.fixed_value)
     key, value, keys = gathered.joined(order, share.fixed_keys, reach)
     del gathered
-    metadata = of_rows(work.metadata, share.queries, keys, query.device, causal=work.causal)
+    metadata = of_rows(work.metadata, share.queries, keys, query.device, work.kept, causal=work.causal)
     return work.compute(query, key, value, metadata, causal=False, lse=work.lse)

@@ -51,7 +51,7 @@ def _add_block(
     queries, metadata = work.share.queries, without_sinks(work.metadata)
     for part in parts_of(queries, keys, work.causal, metadata.window):
         mine, others = slice(part.queries.start, part.queries.stop), slice(part.keys.start, part.keys.stop)
-        of_part = of_rows(metadata, queries.cut(part.queries), keys.cut(part.keys), query.device)
+        of_part = of_rows(metadata, queries.cut(part.queries), keys.cut(part.keys), query.device, work.kept)
         out, lse = work.compute(query[:, mine], key[:, others], value[:, others], of_part, causal=part.causal, lse=True)
         if lse is None:
             raise TypeError("a kernel that was asked for the log-sum-exp returned none")

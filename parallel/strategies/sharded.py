@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from backends.interface import AttentionMetadata
+from parallel.kept import Kept
 from parallel.merge import wide
 from parallel.pieces import assemble
 from parallel.plan import ShardPlan
@@ -41,12 +42,13 @@ def sharded_attention(
     metadata: AttentionMetadata,
     plan: ShardPlan,
     transport: Transport,
+    kept: Kept,
     *,
     causal: bool = False,
     lse: bool = False,
 ) -> Attended:
     """Attention of this rank's rows, in the plan's order of streams: query [B, Sq_r, H, D], key and value
-    [B, Sk_r, Hkv, D]. metadata: of all rows and heads.
+    [B, Sk_r, Hkv, D]. metadata: of all rows and heads. kept: what other calls have made of its masks.
 
     Replicated streams: all ranks hold their rows and get all their results; their keys count once, and no rank computes
     what another does. Their gradients are each rank's share: the sum over ranks is the whole.
@@ -54,7 +56,8 @@ def sharded_attention(
     rank = transport.mesh.rank
     place = plan.grid.place(rank)[1]
     query, held = _my_heads(qkv, plan, transport)
-    work = Work(kernel, of_heads(metadata, plan.heads.query[place]), plan, transport, causal, lse)
+    mine = of_heads(metadata, plan.heads.query[place], kept)
+    work = Work(kernel, mine, plan, transport, kept, causal=causal, lse=lse)
     if not plan.heads.query[place]:
         # More ranks than heads: it computes nothing, and takes part in the exchanges.
         result = Result(query, query.new_zeros(query.shape[0], 0, query.shape[1], dtype=wide(query.dtype)))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from backends.interface import AttentionMetadata
+from parallel.kept import Kept
 from parallel.merge import nothing
 from parallel.pieces import assemble
 from parallel.plan import ShardPlan
@@ -73,17 +74,23 @@ class Work:
         metadata: AttentionMetadata,
         plan: ShardPlan,
         transport: Transport,
+        kept: Kept,
+        *,
         causal: bool,
         lse: bool,
     ) -> None:
         self._kernel = kernel
-        self.metadata, self.plan, self.transport = metadata, plan, transport
+        self.metadata, self.plan, self.transport, self.kept = metadata, plan, transport, kept
         self.causal, self.lse = causal, lse
         self.rank = transport.mesh.rank
         self.share = plan.shares[self.rank]
         self.shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         expansion = plan.heads.expansion[plan.grid.place(self.rank)[1]]
-        self._expansion = None if expansion is None else torch.tensor(expansion, device=transport.mesh.device)
+        device = transport.mesh.device
+        # A copy to a GPU waits for it, so it is made once.
+        self._expansion = (
+            None if expansion is None else kept.get(None, (expansion, device), lambda: _index(expansion, device))
+        )
 
     def compute(
         self,
@@ -117,6 +124,10 @@ class Work:
         if self.metadata.sinks is not None:
             lse = lse + self.metadata.sinks.to(lse.dtype)[:, None]
         return Result(reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others))
+
+
+def _index(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, device=device)
 
 
 def reaching(numbers: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from parallel.pieces import assemble
 from parallel.plan import ExchangeCounts, ShardPlan
 from parallel.rows import chain
 from parallel.transport import fp8
+from parallel.transport.errors import ExchangeError, ExchangeSizeError
 from parallel.transport.packing import (
     QueryKeyValue,
     pack_heads,
@@ -34,6 +35,8 @@ from parallel.transport.packing import (
 )
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
+KEPT_ERRORS = (ExchangeError, torch.OutOfMemoryError)
+"""They say what happened; other errors of what carries an exchange say neither which nor what to do."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,13 @@ class Rotation:
     waits: tuple[Callable[[], Any], ...] = ()
 
     def wait(self) -> torch.Tensor:
-        for wait in self.waits:
-            wait()
+        try:
+            for wait in self.waits:
+                wait()
+        except KEPT_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError("rotate_keys", str(error)) from error
         return self.message
 
 
@@ -106,7 +114,7 @@ class Transport(ABC):
         for tensor, count in ((query, heads.num_heads), (key, heads.num_kv_heads), (value, heads.num_kv_heads)):
             expected = (batch, len(plan.shares[rank].sent_keys), count, size)
             if tensor.shape != expected:
-                raise ValueError(f"scatter_heads: {tuple(tensor.shape)} at hand, the plan has {expected}")
+                raise ExchangeSizeError("scatter_heads", f"{tuple(tensor.shape)} at hand, the plan has {expected}")
         peers, shape = self._ulysses(plan), (batch, len(plan.shares[rank].keys), size)
         if plan.exchange == "fp8":
             counts = scattered_bytes(plan, rank, batch=batch, head_size=size, element_size=query.element_size())
@@ -149,7 +157,13 @@ class Transport(ABC):
         returns at once. An empty message is not sent.
         """
         self._count("rotate_keys", message.numel() * message.element_size())
-        return self._pass_on(message.new_empty(receives), message, self._ring(plan))
+        received = message.new_empty(receives)
+        try:
+            return self._pass_on(received, message, self._ring(plan))
+        except KEPT_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError("rotate_keys", str(error)) from error
 
     def gather_rows(self, rows: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
         """My rows [B, S_r, C] of the first sharded stream to all of its rows in order, on every rank: [B, S, C]. One
@@ -181,7 +195,7 @@ class Transport(ABC):
         # gloo neither checks sizes nor refuses strided outputs; it returns garbage (torch 2.13), so the check is ours.
         planned = counts.sends[peers.place] if to_all else sum(counts.sends)
         if send.numel() != planned or not send.is_contiguous():
-            raise ValueError(f"{verb}: {send.numel()} elements at hand, the plan sends {planned}")
+            raise ExchangeSizeError(verb, f"{send.numel()} elements at hand, the plan sends {planned}")
         if send.requires_grad and torch.is_grad_enabled():
             send = send.repeat(len(peers.ranks)) if to_all else send  # whose backward pass adds the gradients up
             moved: torch.Tensor = _Exchange.apply(send, self, verb, counts, peers)  # type: ignore[no-untyped-call]
@@ -193,7 +207,12 @@ class Transport(ABC):
     ) -> torch.Tensor:
         """One all-to-all of a flat tensor, without a backward pass."""
         received = send.new_empty(sum(counts.receives))
-        (self._to_all if to_all else self._all_to_all)(received, send, counts, peers)
+        try:
+            (self._to_all if to_all else self._all_to_all)(received, send, counts, peers)
+        except KEPT_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise ExchangeError(verb, str(error)) from error
         self._count(verb, (sum(counts.sends) - counts.sends[peers.place]) * send.element_size())
         return received
 

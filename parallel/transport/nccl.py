@@ -20,6 +20,7 @@ from configs.faults import Fault, FaultError
 from parallel.mesh import Mesh
 from parallel.plan import ExchangeCounts
 from parallel.transport.base import Peers, Rotation, Transport
+from parallel.transport.errors import ExchangeError
 
 SUCCESS, IN_PROGRESS = 0, 7
 """Of `ncclResult_t`."""
@@ -30,15 +31,13 @@ Message = tuple[torch.Tensor, int]
 """A flat tensor, and the rank that it goes to or comes from."""
 
 
-class NcclFailureError(Exception):
+class NcclFailureError(ExchangeError):
     """What NCCL could not do, after which its communicator was aborted."""
 
     def __init__(self, what: str, reason: str) -> None:
-        self.what, self.reason = what, reason
-        super().__init__(what, reason)
-
-    def __str__(self) -> str:
-        return f"nccl: {self.what} failed: {self.reason}; see the other ranks' errors, or use parallel.transport=torch"
+        super().__init__(f"nccl: {what} failed", reason, "see the other ranks' errors, or use parallel.transport=torch")
+        self.what = what
+        self.args = (what, reason)
 
 
 def load_nccl(torch_version: tuple[int, ...]) -> Any:

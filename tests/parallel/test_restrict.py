@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from backends.interface import AttentionMetadata, PackedLengths
 from backends.kernels.masking import whole_mask
+from parallel.kept import Kept
 from parallel.restrict import of_heads, of_rows
 from parallel.rows import Rows, rows
 
@@ -58,7 +59,7 @@ def visible(metadata: AttentionMetadata, queries: int, keys: int, causal: bool) 
 def test_a_block_is_told_what_the_call_says_of_its_rows(
     metadata: AttentionMetadata, queries: Rows, keys: Rows, causal: bool
 ) -> None:
-    block = of_rows(metadata, queries, keys, CPU, causal=causal)
+    block = of_rows(metadata, queries, keys, CPU, Kept(), causal=causal)
     assert block.window is None
     whole = visible(metadata, LENGTH, LENGTH, causal)
     expected = whole[:, :, list(queries)][:, :, :, list(keys)]
@@ -69,7 +70,7 @@ def test_a_block_is_told_what_the_call_says_of_its_rows(
 def test_heads_are_cut_out_of_what_is_of_each_head(metadata: AttentionMetadata, one: int, other: int) -> None:
     heads = range(min(one, other), max(one, other))
     sinks = torch.arange(HEADS, dtype=torch.float32)
-    cut = of_heads(AttentionMetadata(metadata.mask, metadata.window, None, sinks, metadata.packed), heads)
+    cut = of_heads(AttentionMetadata(metadata.mask, metadata.window, None, sinks, metadata.packed), heads, Kept())
     assert cut.sinks is not None
     assert cut.sinks.tolist() == list(heads)
     assert (cut.window, cut.packed) == (metadata.window, metadata.packed)
@@ -82,6 +83,6 @@ def test_heads_are_cut_out_of_what_is_of_each_head(metadata: AttentionMetadata, 
 
 def test_what_is_of_no_head_or_row_stays_the_same_object() -> None:
     plain = AttentionMetadata(soft_cap=3.0)
-    assert of_heads(plain, range(2)) is plain
+    assert of_heads(plain, range(2), Kept()) is plain
     padding = AttentionMetadata(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool))
-    assert of_heads(padding, range(2)) is padding
+    assert of_heads(padding, range(2), Kept()) is padding

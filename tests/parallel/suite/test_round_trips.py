@@ -9,6 +9,7 @@ import ray
 import torch
 
 from backends.interface import AttentionMetadata
+from parallel.kept import Kept
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.strategies.sharded import sharded_attention
@@ -60,7 +61,7 @@ def wrong_trips(mesh: Mesh, grid: str) -> list[str]:
         query, key, value = (odd_numbers(tensor) for tensor in tensors_of(case))
         mine = take(query, share.query_rows), take(key, share.key_rows), take(value, share.key_rows)
         echo = Echo()
-        out = sharded_attention(mine, echo, AttentionMetadata(), plan, layer.context.transport).out
+        out = sharded_attention(mine, echo, AttentionMetadata(), plan, layer.context.transport, Kept()).out
         if plan.strategy in ("ulysses", "gather_kv", "ulysses_gather_kv") and not same_bits(out, mine[0]):
             wrong.append(f"the output of {case}")
         of_rank = plan.heads.kv[plan.grid.place(mesh.rank)[1]]
