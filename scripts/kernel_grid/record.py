@@ -12,7 +12,7 @@ MOST_FAULTS = 12
 
 @dataclass
 class Found:
-    """Of one claim. refused: calls that its plan does not take. sizes: of heads, that were tried. errors: the largest of
+    """Of one claim. refused: calls that its plan does not take. sizes: of heads. errors: the largest of
     each dtype and comparison.
     """
 
