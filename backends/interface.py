@@ -106,7 +106,12 @@ class AttentionImpl(ABC):
     `forward` for each call. Tensors are [B, S, H, D]: query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv];
     the result is [B, Sq, H, Dv] in the query's dtype. Query head i reads KV head i // (H / Hkv). Rows that may look at
     nothing return zeros.
+
+    alignment: the layer copies query, key and value if need be, so that the elements of a row lie one after another and
+    rows begin at multiples of so many bytes, as kernels load them. 1: the implementation takes any strides.
     """
+
+    alignment: ClassVar[int] = 16
 
     def __init__(self, *, softmax_scale: float, causal: bool, options: Blocks = ()) -> None:
         self.softmax_scale = softmax_scale

@@ -37,7 +37,8 @@ class Requirements:
 
     head_size: of Q and K, and of V unless value_head_size says otherwise. num_heads, num_kv_heads: per rank. dtype:
     `float32`, `bfloat16`, `float16`, `float64`. lse: the log-sum-exp of each row is wanted too. gradient: the call is
-    differentiated, and with `lse` its log-sum-exp, too. The rest is that of `Features`.
+    differentiated, and with `lse` its log-sum-exp, too; learned_gradient: by its additive mask or sinks, as well. The
+    rest is that of `Features`.
     """
 
     head_size: int
@@ -55,6 +56,7 @@ class Requirements:
     packed: bool = False
     lse: bool = False
     gradient: bool = False
+    learned_gradient: bool = False
 
     def carrying(self, features: Features, *, gradient: bool = False) -> Requirements:
         """The same layer's requirements for a call with these features."""

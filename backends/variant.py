@@ -53,7 +53,8 @@ class Capabilities:
     """The calls that a variant takes; what is not declared is refused.
 
     grouped: fewer KV heads than query heads. value_head_size: V may have another head size than Q and K. lse_gradient:
-    the log-sum-exp is differentiable as well. The rest is as in `Requirements`.
+    the log-sum-exp is differentiable as well. learned_gradient: the additive mask and the sinks get gradients, too. The
+    rest is as in `Requirements`.
     """
 
     dtypes: tuple[str, ...] = DTYPES
@@ -70,6 +71,7 @@ class Capabilities:
     lse: bool = False
     gradient: bool = False
     lse_gradient: bool = False
+    learned_gradient: bool = False
 
     def faults(self, required: Requirements) -> Iterator[Fault]:
         """Every reason why the call is not taken."""
@@ -112,6 +114,7 @@ EVERYTHING = Capabilities(
     lse=True,
     gradient=True,
     lse_gradient=True,
+    learned_gradient=True,
 )
 _SWITCHES = {
     "causal": "causal attention is",
@@ -122,6 +125,7 @@ _SWITCHES = {
     "packed": "packed sequences are",
     "lse": "returning the log-sum-exp is",
     "gradient": "differentiation is",
+    "learned_gradient": "differentiation by an additive mask or sinks is",
 }
 
 

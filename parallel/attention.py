@@ -63,6 +63,7 @@ class Attention(torch.nn.Module):
         features: Features = NO_FEATURES,
         lse: bool = False,
         gradient: bool = False,
+        learned_gradient: bool = False,
         impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
         custom_attention: torch.nn.Module | None = None,
         skip_sequence_parallel: bool = False,
@@ -87,6 +88,7 @@ class Attention(torch.nn.Module):
             features=features,
             lse=lse,
             gradient=gradient,
+            learned_gradient=learned_gradient,
             skip=skip_sequence_parallel,
         )
         option_faults: Callable[[Requirements], Iterable[Fault]] = lambda asked: ()  # noqa: E731

@@ -83,18 +83,29 @@ class CallRules:
             remedy = "leave parallel.exchange_dtype on same, or call under torch.no_grad()"
             raise FaultError([Fault(f"{self.name}: parallel.exchange_dtype", "fp8", rule, remedy)])
         dtype = str(query.dtype).removeprefix("torch.")
-        self.check_asked(self.asked(metadata.features, gradient=gradient, dtype=dtype, lse=lse))
+        learned = gradient and any(t is not None and t.requires_grad for t in (metadata.sinks, metadata.bias))
+        self.check_asked(self.asked(metadata.features, gradient=gradient, dtype=dtype, lse=lse, learned=learned))
 
     def asked(
-        self, features: Features, *, gradient: bool = False, dtype: str | None = None, lse: bool = False
+        self,
+        features: Features,
+        *,
+        gradient: bool = False,
+        dtype: str | None = None,
+        lse: bool = False,
+        learned: bool = False,
     ) -> Requirements:
         """What a call with these features asks of the backend."""
         call = self.call
-        if (features, gradient, dtype, lse) == (call.features, call.gradient, call.dtype, call.lse):
-            return self.required
-        return replace(call, features=features, gradient=gradient, dtype=dtype or call.dtype, lse=lse).required(
-            self.way
+        asked = replace(
+            call,
+            features=features,
+            gradient=gradient,
+            dtype=dtype or call.dtype,
+            lse=lse,
+            learned_gradient=learned,
         )
+        return self.required if asked == call else asked.required(self.way)
 
     def check_asked(self, asked: Requirements) -> None:
         """Raises FaultError, about the role, for what the layer's backend does not take."""

@@ -56,16 +56,16 @@ class BackendKernel:
             return Result(self._opaque(query, key, value, metadata), None)
         if lse:
             impl = self._impl_of(causal)
-            return Result(
-                *impl.forward_with_lse(query, key, value, metadata, *self._planned(impl, metadata, query, key))
-            )
+            qkv = _loadable(impl, query, key, value)
+            return Result(*impl.forward_with_lse(*qkv, metadata, *self._planned(impl, metadata, query, key)))
         return Result(self._attend(causal, query, key, value, metadata), None)
 
     def _attend(
         self, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         impl = self._impl_of(causal)
-        return impl.forward(query, key, value, metadata, *self._planned(impl, metadata, query, key))
+        qkv = _loadable(impl, query, key, value)
+        return impl.forward(*qkv, metadata, *self._planned(impl, metadata, query, key))
 
     def _impl_of(self, causal: bool) -> AttentionImpl:
         impl = self._impls.get(causal)
@@ -90,6 +90,28 @@ class BackendKernel:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[shape] = impl.plan(call)
         return self._plans[shape]
+
+
+def _loadable(
+    impl: AttentionImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    step = impl.alignment
+    return aligned(query, step), aligned(key, step), aligned(value, step)
+
+
+def aligned(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """The tensor, or a copy, if it does not begin, and each of its rows does not, at a multiple of `step` bytes from
+    where its memory begins, or if the elements of a row are apart. A step of 1 takes any tensor.
+    """
+    if step == 1:
+        return tensor
+    size = tensor.element_size()
+    *rows, element = tensor.stride()
+    if element == 1 and not any(stride * size % step for stride in (tensor.storage_offset(), *rows)):
+        return tensor
+    if tensor.is_contiguous() and not tensor.storage_offset() * size % step:
+        return tensor  # a copy would be the same
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class OwnKernel:

@@ -33,7 +33,7 @@ class Way:
 @dataclass(frozen=True)
 class RoleCall:
     """What is known of a role's calls before there are any; heads of the whole layer. skip: on the rows at hand,
-    whatever the mesh. lse, gradient: whether they are asked for.
+    whatever the mesh. lse, gradient, learned_gradient: whether they are asked for.
     """
 
     kind: Kind
@@ -46,6 +46,7 @@ class RoleCall:
     features: Features = NO_FEATURES
     lse: bool = False
     gradient: bool = False
+    learned_gradient: bool = False
     skip: bool = False
 
     def required(self, way: Way) -> Requirements:
@@ -59,7 +60,8 @@ class RoleCall:
             mine = split_heads(self.heads, self.kv_heads, way.grid.ulysses).largest
         value_size = None if self.value_head_size == self.head_size else self.value_head_size
         required = Requirements(self.head_size, *mine, self.dtype, self.kind, self.causal, value_head_size=value_size)
-        required = replace(required.carrying(self.features, gradient=self.gradient), lse=self.lse)
+        required = required.carrying(self.features, gradient=self.gradient)
+        required = replace(required, lse=self.lse, learned_gradient=self.learned_gradient)
         if way.grid.ring == 1:
             return required
         ring = way.strategy in RINGS
@@ -71,6 +73,7 @@ class RoleCall:
             mask="full" if by_row and required.mask != "per_head" else required.mask,
             sinks=required.sinks and not ring,
             lse=required.lse or ring,
+            learned_gradient=required.learned_gradient and (required.bias or not ring),
         )
 
 

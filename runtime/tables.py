@@ -45,7 +45,7 @@ LARGEST_HEAD = 1024
 MASKS: tuple[MaskKind, ...] = get_args(MaskKind)
 STRATEGIES = ("local", "ulysses", "ring", "gather_kv")
 """Each alone; where both are served, so are Ulysses groups with the other between them."""
-SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")
+SWITCHES = ("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient", "learned_gradient")
 _BASE = Requirements(head_size=128, num_heads=8, num_kv_heads=8, dtype="bfloat16", kind="self")
 
 
@@ -74,6 +74,7 @@ class FeatureRow:
     lse: bool
     gradient: bool
     lse_gradient: bool
+    learned_gradient: bool
     strategies: tuple[str, ...]
     options: tuple[str, ...]
     exactness: str
@@ -107,8 +108,13 @@ def tables(registry: Registry) -> Tables:
     for name in registry.names():
         with contextlib.suppress(FaultError):  # it is refused when it is chosen
             backends.append(registry.get_class(name))
-    features = tuple(_feature_row(backend, variant) for backend in backends for variant in backend.variants)
+    features = tuple(row for backend in backends for row in feature_rows(backend))
     return Tables(features, tuple(_priority_row(label, registry) for label in DEVICES))
+
+
+def feature_rows(backend: type[AttentionBackend]) -> tuple[FeatureRow, ...]:
+    """What each of a backend's variants takes."""
+    return tuple(_feature_row(backend, variant) for variant in backend.variants)
 
 
 def _devices() -> Iterator[DeviceFacts]:

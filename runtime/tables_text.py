@@ -15,11 +15,11 @@ END = "<!-- feature tables: end -->"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 FEATURES = (
     *("causal", "bias", "window", "soft_cap", "sinks", "grouped", "value_head_size", "packed"),
-    *("lse", "gradient", "lse_gradient"),
+    *("lse", "gradient", "lse_gradient", "learned_gradient"),
 )
 FEATURE_TITLES = (
     *("causal", "additive mask", "window", "soft cap", "sinks", "GQA", "V size", "packed"),
-    *("LSE", "gradient", "LSE's gradient"),
+    *("LSE", "gradient", "LSE's gradient", "gradient of masks and sinks"),
 )
 
 

@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing

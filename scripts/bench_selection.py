@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
 from backends.platforms.facts import parse_device
 from backends.registry import Registry
 from backends.requirements import Requirements

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.ranks import Ranks
 from tests.summary import LINES
-from tests.warm_workers import warm_workers
+from tests.warm_workers import warm_python
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -27,19 +31,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A local cluster with room for groups of up to 8 ranks side by side, whatever the machine has."""
-    import ray
+def starting_ray() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """`with starting_ray():` around the start of a Ray: its workers are forked (see `tests.warm_workers`)."""
+    import torch
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    with warm_workers():
-        ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+    if torch.cuda.is_available():  # a fork cannot take over a CUDA context
+        yield nullcontext
+        return
+    with warm_python() as python:
+        yield lambda: patch.object(sys, "executable", python)
 
 
 @pytest.fixture(scope="session")
-def gloo_ranks(ray_cluster: None) -> Iterator[Callable[[int], Ranks]]:
+def ray_cluster(starting_ray: Callable[[], AbstractContextManager[Any]]) -> Iterator[str]:
+    """A local cluster with room for groups of up to 8 ranks side by side, whatever the machine has; its address."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    with starting_ray():
+        ray.init(address="local", num_cpus=64, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks(ray_cluster: str) -> Iterator[Callable[[int], Ranks]]:
     """`gloo_ranks(P)`: live ranks in one gloo group, the same for every test that asks for P."""
     groups: dict[int, Ranks] = {}
 
@@ -54,7 +70,7 @@ def gloo_ranks(ray_cluster: None) -> Iterator[Callable[[int], Ranks]]:
 
 
 @pytest.fixture(scope="session")
-def eight_ranks(ray_cluster: None) -> Iterator[Ranks]:
+def eight_ranks(ray_cluster: str) -> Iterator[Ranks]:
     """A pool: any number of its first ranks works together in groups that are formed once."""
     ranks = Ranks(8, cpus=0, timeout_s=90)  # beside those of `gloo_ranks`, whatever has been started of them
     yield ranks

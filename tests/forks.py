@@ -1,4 +1,4 @@
-"""A script beside the tests' Ray: `serve SOCKET` imports libraries, and forks a Python for each `ask SOCKET SCRIPT ...`.
+"""Beside the tests' Ray: `serve SOCKET` imports libraries, and forks a Python for each `ask SOCKET SCRIPT ...`.
 
 Who asks was started in place of the Python that it stands for, and lives as long. It hands over its arguments, working
 directory, environment and files.

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 FORKS = Path(__file__).with_name("forks.py")
 SCRIPT = """#!/bin/sh
@@ -25,8 +24,8 @@ esac
 
 
 @contextlib.contextmanager
-def warm_workers() -> Iterator[None]:
-    """A Ray that is started inside forks its workers; they live no longer than this block."""
+def warm_python() -> Iterator[str]:
+    """A path for `sys.executable` while a Ray is started, which then forks its workers. New ones only inside."""
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         socket, python = Path(folder, "socket"), Path(folder, "python")
         python.write_text(SCRIPT.format(python=sys.executable, forks=FORKS, socket=socket))
@@ -40,7 +39,6 @@ def warm_workers() -> Iterator[None]:
             start_new_session=True,
         )
         try:
-            with patch.object(sys, "executable", str(python)):
-                yield
+            yield str(python)
         finally:
             server.communicate(timeout=30)

@@ -22,6 +22,7 @@ class ReferenceBackend(AttentionBackend):
                 lse=True,
                 gradient=True,
                 lse_gradient=True,
+                learned_gradient=True,
             ),
             compilation="traceable",
             run_on=("cpu", "cuda:9.0"),

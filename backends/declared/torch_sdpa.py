@@ -10,7 +10,13 @@ class TorchSdpaBackend(AttentionBackend):
             "torch",
             "backends.kernels.torch_sdpa.TorchSdpaImpl",
             takes=Capabilities(
-                causal=True, grouped=True, masks=EVERY_MASK, bias=True, value_head_size=True, gradient=True
+                causal=True,
+                grouped=True,
+                masks=EVERY_MASK,
+                bias=True,
+                value_head_size=True,
+                gradient=True,
+                learned_gradient=True,
             ),
             compilation="traceable",
             run_on=("cpu", "cuda:9.0"),

@@ -105,6 +105,8 @@ _LAYOUTS: Recent[Bounds, Layout] = Recent(32)
 
 
 class FlexAttentionImpl(AttentionImpl):
+    alignment = 1
+
     @property
     def kernel(self) -> str:
         return "torch.nn.attention.flex_attention.flex_attention"

@@ -11,6 +11,8 @@ from backends.kernels.masking import repeat_kv_heads, whole_mask, zero_blind_row
 
 
 class ReferenceImpl(AttentionImpl):
+    alignment = 1
+
     @property
     def kernel(self) -> str:
         return f"{plain_attention.__module__}.{plain_attention.__qualname__}"

@@ -12,6 +12,8 @@ from backends.kernels.masking import causal_mask, whole_mask, zero_blind_rows
 
 
 class TorchSdpaImpl(AttentionImpl):
+    alignment = 1  # torch takes another kernel
+
     @property
     def kernel(self) -> str:
         return "torch.nn.functional.scaled_dot_product_attention"

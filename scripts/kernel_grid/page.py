@@ -35,7 +35,7 @@ def _row(name: str, claim: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
         f"{run['date']}, {run['processor']}, torch {run['torch']}{packages}",
-        ", ".join(map(str, run["head_sizes"])),
+        ", ".join(map(str, claim["head_sizes"])),
         str(claim["passed"]),
         str(claim["failed"]),
         str(claim["refused_by_its_plan"]),

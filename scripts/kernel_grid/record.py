@@ -12,11 +12,14 @@ MOST_FAULTS = 12
 
 @dataclass
 class Found:
-    """Of one claim. refused: calls that its plan does not take. errors: the largest of each dtype and comparison."""
+    """Of one claim. refused: calls that its plan does not take. sizes: of heads. errors: the largest of
+    each dtype and comparison.
+    """
 
     passed: int = 0
     refused: int = 0
     failed: int = 0
+    sizes: set[int] = field(default_factory=set)
     synchronises: Counter[str] = field(default_factory=Counter)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -24,6 +27,7 @@ class Found:
 
     def add(self, outcome: Mapping[str, Any]) -> None:
         call, fault = outcome["call"], outcome["fault"]
+        self.sizes.add(call["head_size"])
         if outcome["synchronises"]:
             self.synchronises[call["feature"]] += 1
         if outcome.get("refused"):
@@ -50,6 +54,7 @@ def summary(outcomes: Iterable[Mapping[str, Any]], claims: Mapping[str, Any]) ->
     return {
         name: {
             "takes": takes,
+            "head_sizes": sorted(found[name].sizes),
             "passed": found[name].passed,
             "failed": found[name].failed,
             "refused_by_its_plan": found[name].refused,

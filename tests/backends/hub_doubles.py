@@ -11,7 +11,7 @@ import pytest
 
 from backends.kernels.flash_attn_hub import hub_kernel
 from backends.kernels.packages import imported
-from tests.backends.flash_doubles import dense, dense_lse
+from tests.backends.flash_answers import dense, dense_lse
 from tests.backends.published import as_published
 from tests.backends.vendor_doubles import band, put
 

@@ -81,13 +81,14 @@ TAKES: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...], tuple[str, 
         ("float64", "float32", *HALVES),
         SIZES,
         EVERY_MASK,
-        "causal grouped value_head_size bias window soft_cap sinks packed lse gradient lse_gradient",
+        "causal grouped value_head_size bias window soft_cap sinks packed lse gradient learned_gradient lse_gradient",
     ),
     ("TORCH_SDPA", "torch"): (
         ("float64", "float32", *HALVES),
         SIZES,
         EVERY_MASK,  # contract 5.1 passes 4D masks on
-        "causal grouped value_head_size bias gradient",  # contract 10, 12: packed calls are refused, not ignored
+        # contract 10, 12: packed calls are refused, not ignored
+        "causal grouped value_head_size bias gradient learned_gradient",
     ),
     ("CUDNN_ATTN", "cudnn"): (HALVES, (8, 64, 80, 96, 128), EVERY_MASK, "causal grouped bias lse gradient"),
     # contract 7.5: the log-sum-exp of versions 2, 3 and 4 merges the blocks of a ring
@@ -133,6 +134,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "grouped": {"num_kv_heads": 4},
     "value_head_size": {"value_head_size": 16},
     **{name: {name: True} for name in ("bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient")},
+    "learned_gradient": {"learned_gradient": True},
     "lse_gradient": {"lse": True, "gradient": True},
 }
 # Chips beside those of AUTOMATIC.

@@ -236,7 +236,7 @@ REQUIREMENTS = st.builds(
     causal=st.booleans(),
     mask=st.sampled_from(["none", "key_padding", "full", "per_head"]),
     value_head_size=st.none() | st.integers(1, 400),
-    **dict.fromkeys(("window", "soft_cap", "sinks", "packed", "lse", "gradient"), st.booleans()),
+    **dict.fromkeys(("window", "soft_cap", "sinks", "packed", "lse", "gradient", "learned_gradient"), st.booleans()),
 )
 DEVICES = st.builds(
     DeviceFacts,

@@ -173,7 +173,7 @@ def test_every_cell_is_as_it_is_written() -> None:
 
 PREDICATES = (
     *("head_size", "value_head_size", "dtype", "mask", "num_kv_heads"),
-    *("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient"),
+    *("causal", "bias", "window", "soft_cap", "sinks", "packed", "lse", "gradient", "learned_gradient"),
 )
 
 
@@ -198,7 +198,7 @@ def test_chips_and_packages_that_are_not_checked_show(monkeypatch: pytest.Monkey
         assert is_noticed()
 
 
-LAST = ("sinks", "packed", "lse", "gradient")
+LAST = ("sinks", "packed", "lse", "gradient", "learned_gradient")
 
 
 def mutants(variant: Variant) -> Iterator[Variant]:

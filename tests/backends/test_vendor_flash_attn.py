@@ -12,7 +12,8 @@ from backends.kernels.flash_attn import FlashAttn2Impl
 from backends.kernels.masking import whole_mask
 from backends.kernels.reference import plain_attention
 from backends.kernels.vendor_flash_attn import AiterImpl, MateImpl, NpuFusionImpl, XpuImpl
-from tests.backends.flash_doubles import CALLS, PUBLISHED, packages
+from tests.backends.flash_answers import CALLS
+from tests.backends.flash_doubles import PUBLISHED, packages
 from tests.backends.vendor_doubles import put
 from tests.exact import random_qkv, relative_error
 

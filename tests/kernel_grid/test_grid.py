@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -18,7 +19,7 @@ from backends.kernels.reference import ReferenceImpl
 from backends.platforms.facts import DeviceFacts, parse_device
 from backends.registry import Registry
 from check_backends import claimed, main
-from kernel_grid.cases import FEATURES, LENGTHS, SAMPLED, Call, Claim, calls, claims, head_sizes
+from kernel_grid.cases import FEATURES, KV_HEADS, LENGTHS, SAMPLED, Call, Claim, calls, claims, head_sizes
 from kernel_grid.crew import run_jobs
 from kernel_grid.jobs import Job
 from kernel_grid.measure import Exact, measure
@@ -223,16 +224,42 @@ def test_a_job_that_cannot_begin_is_unfinished_and_hinders_no_other(
 
 RECORD = CHECKOUT / "docs" / "measured" / "kernel-grid.json"
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text())["claims"]
-HOPPER = {claim.name: claim for claim in claims(Registry.built_in(), parse_device("cuda:9.0", {}, all_packages=True))}
+HOPPER_CHIP = parse_device("cuda:9.0", {}, all_packages=True)
+HOPPER = {claim.name: claim for claim in claims(Registry.built_in(), HOPPER_CHIP)}
+
+
+LOST = {"FLASHINFER_ATTN/fa3": (16, "the process ended with -11")}
+"""Calls that were not judged, since the libraries of their processes were replaced under them, and how they ended."""
+
+
+def claimed_calls(claim: Claim, device: DeviceFacts) -> int:
+    """How many calls the whole grid has for it."""
+    keys = itertools.product(claim.variant.takes.dtypes, head_sizes((claim,)), KV_HEADS)
+    return sum(claim.takes(call, device) for key in keys for call in calls(*key, list(FEATURES)))
+
+
+def test_every_variant_that_was_run_on_hardware_is_in_the_record() -> None:
+    assert set(RECORDED) == {name for name, claim in HOPPER.items() if "cuda:9.0" in claim.variant.run_on}
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_variant_claims_what_its_record_has(name: str) -> None:
-    entry = RECORDED[name]
-    assert entry["takes"] == json.loads(json.dumps(claimed(HOPPER[name])))
-    assert (entry["failed"], entry["faults"]) == (0, [])
-    assert entry["passed"] > 100
-    assert "cuda:9.0" in HOPPER[name].variant.run_on
+def test_a_variant_claims_what_its_record_found(name: str) -> None:
+    """All of it, call by call: a claim that grows has to be run again."""
+    entry, claim = RECORDED[name], HOPPER[name]
+    assert entry["takes"] == json.loads(json.dumps(claimed(claim)))
+    assert entry["run"]["unfinished"] == []
+    lost, how = LOST.get(name, (0, ""))
+    assert entry["failed"] == lost
+    assert all(kind.endswith(how) for kind in entry["kinds_of_faults"])
+    assert entry["passed"] + entry["refused_by_its_plan"] + lost == claimed_calls(claim, HOPPER_CHIP)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_the_same_kernel_passes_what_was_lost(name: str) -> None:
+    """With `quant` of the inputs' own dtype it computes the same."""
+    for dtype in HOPPER[name].variant.takes.dtypes:
+        entry = RECORDED[f"{name} quant.dtype_qk={dtype},quant.dtype_vo={dtype}"]
+        assert (entry["failed"], dtype in entry["largest_errors"]) == (0, True)
 
 
 def test_the_page_has_the_table_of_the_record() -> None:

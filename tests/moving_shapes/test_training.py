@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 
+import train_tiny_wan
 from moving_shapes.clips import draw, sample
 from moving_shapes.model import TinyWan, word_tokenizer
 from moving_shapes.piece import Limits, rate_at
@@ -124,7 +125,7 @@ def test_pieces_follow_each_other_and_leave_a_stock_folder_with_a_card(tmp_path:
     confusion = {name: {"red": {"blue": 1, "red": 3}} for name in interval}
     scores.write_text(json.dumps({**result, "device": "cpu", "dtype": "float32", "confusion": confusion}))
     for _ in range(2):
-        assert train("card", "--to", str(second), "--scores", str(scores)).returncode == 0
+        assert train_tiny_wan.main(["card", "--to", str(second), "--scores", str(scores)]) == 0
     card = (second / "README.md").read_text()
     assert card.count("## Scores") == 1
     assert "| colour | 75.0% | 50.0% to 100.0% | red seen as blue: 1 |" in card

@@ -5,6 +5,7 @@ kernel, and all others are refused before it.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,21 +64,26 @@ def layer_of(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, *, causal: 
     return layer
 
 
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("learning", ["nothing", "inputs", "masks and sinks"])
 @pytest.mark.parametrize("name", Registry.built_in().names())
 def test_what_is_claimed_reaches_the_kernel_and_nothing_else_does(
-    name: str, gradient: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, learning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = layer_of(name, "bfloat16", monkeypatch)
     variant, counted = layer.rules.variant, {True: 0, False: 0}
     for feature, dtype in itertools.product(FEATURES, DTYPES):
         call = Call(dtype, SIZE, HEADS, False, feature, ROWS, ROWS)
-        qkv = [torch.zeros(2, ROWS, HEADS, SIZE, dtype=getattr(torch, dtype), requires_grad=gradient) for _ in "qkv"]
         metadata = metadata_of(call, CPU, getattr(torch, dtype))
-        asked = call.requirements.carrying(FEATURES[feature], gradient=gradient)
+        learned = [t for t in (metadata.bias, metadata.sinks) if t is not None and learning == "masks and sinks"]
+        for tensor in learned:
+            tensor.requires_grad_()
+        inputs = learning == "inputs"
+        qkv = [torch.zeros(2, ROWS, HEADS, SIZE, dtype=getattr(torch, dtype), requires_grad=inputs) for _ in "qkv"]
+        asked = call.requirements.carrying(FEATURES[feature], gradient=inputs or bool(learned))
+        asked = replace(asked, learned_gradient=bool(learned))
         taken = not list(variant.takes.faults(asked))
         counted[taken] += 1
         with pytest.raises(ReachedError if taken else FaultError):
             layer(qkv[0], qkv[1], qkv[2], metadata)
     assert counted[False] or name == "REFERENCE"
-    assert counted[True] or (gradient and not variant.takes.gradient)
+    assert counted[True] or (learning == "inputs" and not variant.takes.gradient)

@@ -39,9 +39,10 @@ def test_a_killed_rank_is_named_within_seconds(tmp_path: Path) -> None:
     assert_nothing_left(processes)
 
 
-def test_a_rank_that_raises_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_told_by_its_own_error(tmp_path: Path, ray_cluster: str) -> None:
     register = "attention.register.RAISING=tests.runtime.doubles.RaisingBackend"
-    run = Running(tmp_path / "run", (*LONG, register, "attention.per_role.self=RAISING"))
+    settings = (register, "attention.per_role.self=RAISING", f"cluster.address={ray_cluster}")
+    run = Running(tmp_path / "run", (*LONG, *settings))
     outcome = run.finish(timeout=90)
 
     assert outcome.code == 4, outcome.err
@@ -53,10 +54,10 @@ def test_a_rank_that_raises_is_told_by_its_own_error(tmp_path: Path) -> None:
     assert "its traceback is in " in outcome.err
 
 
-def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path) -> None:
+def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path, ray_cluster: str) -> None:
     register = "attention.register.STUCK=tests.runtime.doubles.StuckBackend"
     settings = (register, "attention.per_role.self=STUCK", "cluster.stall_timeout_s=5")
-    run = Running(tmp_path / "run", (*LONG, *settings))
+    run = Running(tmp_path / "run", (*LONG, *settings, f"cluster.address={ray_cluster}"))
     outcome = run.finish(timeout=90)
 
     assert outcome.code == 5, outcome.err

@@ -25,14 +25,17 @@ ODD_SIZE = ("generate.frames=17", "generate.height=112", "generate.width=80", f"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Run folders of one request over 1, 2 and 3 ranks; 2 and 3 do not divide its 175 tokens, 3 not its 4 heads."""
+def runs(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> dict[int, Path]:
+    """Run folders of one request over 1, 2 and 3 ranks; 2 and 3 do not divide its 175 tokens, 3 not its 4 heads. The
+    run over 2 has a cluster of its own.
+    """
     root = tmp_path_factory.mktemp("runs")
     folders = {}
     for world_size in (1, 2, 3):
         folder = root / str(world_size)
-        outputs = "run.outputs=[video,frames]" if world_size == 2 else "run.outputs=[]"
-        settings = (*ODD_SIZE, outputs, f"parallel.world_size={world_size}", "run.save_latents=true", "run.seed=7")
+        cluster, outputs = ("local", "[video,frames]") if world_size == 2 else (ray_cluster, "[]")
+        place = (f"cluster.address={cluster}", f"run.outputs={outputs}")
+        settings = (*ODD_SIZE, *place, f"parallel.world_size={world_size}", "run.save_latents=true", "run.seed=7")
         config = root / "my.yaml"
         config.write_text("attention:\n  per_role:\n    cross: TORCH_SDPA\n")
         done = raylysses("generate", "--prompt", "a cat", "--config", str(config), *settings, f"run.dir={folder}")
@@ -61,10 +64,21 @@ def test_latents_do_not_depend_on_the_number_of_ranks(runs: dict[int, Path], wor
     ],
 )
 def test_latents_do_not_depend_on_the_strategy(
-    runs: dict[int, Path], tmp_path: Path, settings: tuple[str, ...], strategy: str, degrees: tuple[int, int]
+    runs: dict[int, Path],
+    tmp_path: Path,
+    ray_cluster: str,
+    settings: tuple[str, ...],
+    strategy: str,
+    degrees: tuple[int, int],
 ) -> None:
     folder = tmp_path / "run"
-    saved = ("run.save_latents=true", "run.outputs=[]", "run.seed=7", f"run.dir={folder}")
+    saved = (
+        f"cluster.address={ray_cluster}",
+        "run.save_latents=true",
+        "run.outputs=[]",
+        "run.seed=7",
+        f"run.dir={folder}",
+    )
     done = raylysses("generate", "--prompt", "a cat", *ODD_SIZE, *saved, *settings)
     assert done.code == 0, done.err
     alone, shared = latents(runs[1]), latents(folder)
@@ -141,12 +155,14 @@ def test_the_report_says_what_every_rank_ran_and_why(runs: dict[int, Path], worl
     assert by_role["cross"]["strategy"] == "local"
 
 
-def test_an_exchange_in_fp8_differs_little_and_says_that_it_is_lossy(runs: dict[int, Path], tmp_path: Path) -> None:
+def test_an_exchange_in_fp8_differs_little_and_says_that_it_is_lossy(
+    runs: dict[int, Path], tmp_path: Path, ray_cluster: str
+) -> None:
     folder = tmp_path / "fp8"
-    settings = (*ODD_SIZE, "parallel.world_size=2", "parallel.exchange_dtype=fp8", "run.outputs=[]", "run.seed=7")
-    done = raylysses(
-        *("generate", "--prompt", "a cat", *settings, "run.save_latents=true", f"run.dir={folder}"),
-    )
+    exchange = ("parallel.world_size=2", "parallel.exchange_dtype=fp8")
+    saved = ("run.save_latents=true", "run.outputs=[]", "run.seed=7", f"run.dir={folder}")
+    place = (f"cluster.address={ray_cluster}", *exchange)
+    done = raylysses("generate", "--prompt", "a cat", *ODD_SIZE, *saved, *place)
 
     assert done.code == 0, done.err
     assert "self: lossy: Q, V and the output go between ranks as fp8" in done.out

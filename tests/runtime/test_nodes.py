@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,13 +22,14 @@ pytestmark = pytest.mark.ray
 SMALL = ("generate.steps=2", "generate.frames=5", "generate.height=64", "generate.width=64", "run.outputs=[]")
 
 
-@pytest.fixture
-def two_nodes() -> Iterator[str]:
+@pytest.fixture(scope="module")
+def two_nodes(starting_ray: Callable[[], AbstractContextManager[Any]]) -> Iterator[str]:
     """The address of a cluster of two nodes with one CPU each."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    with starting_ray():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
     yield cluster.address
     cluster.shutdown()
 

@@ -69,6 +69,8 @@ def _carried(draw: st.DrawFn, case: Drawn) -> dict[str, Any]:
     found = dict(draw(st.sampled_from(among))) if often(draw, 2) else {}
     gathers = case.strategy == "gather_kv" and case.backend == "FLASH_ATTN"
     found["causal"] = positions and not gathers and often(draw, 3)
+    if found.keys() & {"bias", "sinks"} and case.backend in ("FLASH_ATTN", "CUDNN_ATTN"):
+        found["gradient"] = False  # they give none of what is learned
     return found
 
 

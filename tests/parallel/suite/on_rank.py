@@ -83,6 +83,8 @@ def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
             causal=case.causal,
             features=carried.features,
             lse=case.lse,
+            gradient=case.gradient,
+            learned_gradient=case.gradient and (case.sinks or case.bias != "none"),
             context=context,
         )
         plan, query_rows, key_rows = _held(layer, case, mesh)

@@ -1,0 +1,60 @@
+"""What a layer hands to its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from backends.kernels.reference import ReferenceImpl
+from parallel.kernel import aligned
+from tests.exact import random_qkv
+from tests.parallel.layers import context_of, layer_with, same_bits
+from tests.parallel.suite.drawn import laid_out
+
+LAYOUTS = ("contiguous", "heads_first", "batch_last", "sliced", "strided")
+
+
+def is_aligned(tensor: torch.Tensor, step: int) -> bool:
+    places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+    return tensor.stride(-1) == 1 and not any(place % step for place in places)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_begin_where_a_kernel_can_load_them(layout: Any) -> None:
+    whole = torch.arange(2 * 5 * 3 * 16, dtype=torch.bfloat16).reshape(2, 5, 3, 16)
+    _, view = laid_out(whole, layout)
+    ready = aligned(view, 16)
+    assert same_bits(ready, whole)
+    assert is_aligned(ready, 16)
+    assert (ready is view) == is_aligned(view, 16)
+    assert aligned(view, 1) is view
+
+
+def test_what_begins_between_is_copied_and_what_no_copy_mends_is_not() -> None:
+    memory = torch.zeros(1 + 2 * 3 * 16, dtype=torch.bfloat16)
+    late = memory[1:].view(1, 2, 3, 16)
+    assert late.is_contiguous()
+    assert aligned(late, 16).data_ptr() % 16 == 0
+    odd = torch.zeros(1, 2, 3, 5)
+    assert aligned(odd, 16) is odd
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("step", [1, 16])
+def test_a_kernel_gets_what_its_alignment_says(step: int, lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_with(context_of(backend="REFERENCE"), 3, 16)
+    seen: list[torch.Tensor] = []
+    name = "forward_with_lse" if lse else "forward"
+    real = getattr(ReferenceImpl, name)
+
+    def watched(self: ReferenceImpl, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        seen.extend((query, key, value))
+        return real(self, query, key, value, *rest)
+
+    monkeypatch.setattr(ReferenceImpl, name, watched)
+    monkeypatch.setattr(ReferenceImpl, "alignment", step)
+    views = [laid_out(tensor, "sliced")[1] for tensor in random_qkv(2, 7, 7, 3, 3, 16, torch.float32)]
+    (layer.forward_with_lse if lse else layer)(*views)
+    assert [is_aligned(tensor, 16) for tensor in seen] == [step == 16] * 3

@@ -1,0 +1,65 @@
+"""What a layer takes by itself: backends that ask for permission, and packages that are installed and broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.interface import (
+    AttentionBackend,
+    Variant,
+)
+from backends.kernels.reference import ReferenceImpl
+from configs.faults import FaultError
+from configs.schema import AttentionConfig, AttentionSpec
+from tests.parallel.contract import layer_of
+from tests.parallel.layers import context_of
+
+
+class ShyBackend(AttentionBackend):
+    variants = (Variant("shy", "backends.kernels.reference.ReferenceImpl"),)
+    asks_permission = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_SDPA"
+
+
+SHY = {"TORCH_SDPA": f"{__name__}.ShyBackend"}
+
+
+def test_a_backend_that_asks_for_permission_is_automatic_only_with_it() -> None:
+    without = layer_of(context_of(register=SHY)).selection
+    assert (without.backend, without.rejected[0].backend) == ("REFERENCE", "TORCH_SDPA")
+    assert "only for layers that allow it" in without.rejected[0].faults[0].rule
+    allowed = layer_of(context_of(register=SHY), allow_trtllm_default=True).selection
+    assert (allowed.backend, allowed.variant, allowed.source) == ("TORCH_SDPA", "shy", "platform")
+    explicit = layer_of(context_of(register=SHY, backend="TORCH_SDPA")).selection
+    assert (explicit.variant, explicit.source) == ("shy", "default")
+
+
+class BrokenImpl(ReferenceImpl):
+    @classmethod
+    def load(cls) -> None:
+        raise OSError("libbroken.so: cannot open shared object file")
+
+
+class BrokenBackend(AttentionBackend):
+    variants = (
+        Variant("broken", f"{__name__}.BrokenImpl", version=1),
+        Variant("whole", "backends.kernels.reference.ReferenceImpl", version=2),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_SDPA"
+
+
+def test_a_kernel_that_cannot_be_imported_is_passed_over_and_an_explicit_one_refused() -> None:
+    broken = {"TORCH_SDPA": f"{__name__}.BrokenBackend"}
+    assert layer_of(context_of(register=broken)).selection.variant == "whole"
+    only = AttentionConfig(default=AttentionSpec("TORCH_SDPA", version=1))
+    context = context_of(register=broken)
+    with pytest.raises(FaultError, match=r"cannot be imported here \(OSError: libbroken\.so: .*; use REFERENCE"):
+        layer_of(replace(context, config=only))
