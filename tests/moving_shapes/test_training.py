@@ -97,7 +97,7 @@ def train(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
 
 def test_pieces_follow_each_other_and_leave_a_stock_folder_with_a_card(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    done = train("vae", "--to", str(first), "--steps", "2", "--batch", "1", "--eager")
+    done = train("vae", "--to", str(first), "--steps", "1", "--batch", "1", "--eager")
     assert done.returncode == 0, done.stderr
     options = ("--steps", "2", "--batch", "2", "--bank", "3", "--eager", "--seed", "1")
     done = train("transformer", "--from", str(first), "--to", str(second), *options, ranks=2)
@@ -107,7 +107,7 @@ def test_pieces_follow_each_other_and_leave_a_stock_folder_with_a_card(tmp_path:
 
     history = json.loads((second / "training.json").read_text())
     assert [(piece["piece"], piece["steps"], piece["gpus"]) for piece in history] == [
-        ("vae", 2, 1),
+        ("vae", 1, 1),
         ("transformer", 2, 2),
     ]
     pipeline = diffusers.WanPipeline.from_pretrained(second)
