@@ -204,14 +204,15 @@ class CallRules:
         self, metadata: AttentionMetadata, query: torch.Tensor, lengths: tuple[int, int], plan: ShardPlan | None
     ) -> None:
         rows, keys = lengths
-        if rows != keys and (self.call.causal or metadata.window is not None):
-            kind = "causal attention" if self.call.causal else "a window"
-            raise ValueError(f"{self.name}: {kind} of {rows} queries to {keys} keys is ambiguous")
         if self.shards_rows and (metadata.window is not None or (plan is None and self.cuts_rows(metadata))):
             raise ValueError(
-                f"{self.name}: what is told of each query row is of the whole sequence, and this rank has {rows} rows "
+                f"{self.name}: what is told of each query row is of the whole sequence, and this rank has some rows "
                 "of it; pass the plan of the queries with a mask or documents, or use one rank"
             )
+        if rows != keys and (self.call.causal or metadata.window is not None):
+            kind = "causal attention" if self.call.causal else "a window"
+            rule = f"{kind} of {rows} queries to {keys} keys is ambiguous"
+            raise ValueError(f"{self.name}: {rule}; tell by a mask which keys each query sees")
         if metadata.mask is not None:
             self._check_mask("mask", metadata.mask, torch.bool, (query.shape[0], rows, keys))
         if metadata.bias is not None:

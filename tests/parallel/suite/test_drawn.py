@@ -51,6 +51,9 @@ KEPT = (
         streams=(Stream("text", 5, sharded=False), Stream("video", 0)),
         gradient=True,
     ),
+    # Ranks with other numbers of rows refuse a window in the same words; also where one has as many rows as keys.
+    Drawn(world_size=2, kind="cross", streams=(Stream("video", 9),), cross_keys=10, window=(None, 7)),
+    Drawn(world_size=2, kind="cross", streams=(Stream("video", 9),), cross_keys=5, window=(None, 7)),
 )
 
 
