@@ -130,7 +130,7 @@ def test_rows_that_see_nothing_have_no_part_in_gradients(backend: str) -> None:
 def test_what_is_told_of_each_row_is_refused_where_a_rank_has_some_of_them(carried: AttentionMetadata) -> None:
     context = context_of(Mesh(1, 2, torch.device("cpu")), backend="REFERENCE")
     layer = Attention(HEADS, SIZE, role="cross", kind="cross", context=context)
-    with pytest.raises(ValueError, match="this rank has 12 rows of it"):
+    with pytest.raises(ValueError, match="this rank has some rows of it"):
         layer(*qkv(), carried)
     assert layer(*qkv(), AttentionMetadata(drawn(2, 1, 1, LENGTH))).shape == qkv()[0].shape
 
