@@ -23,18 +23,22 @@ PLANS_KEPT = 256
 
 @dataclass(frozen=True)
 class _Tensors:
-    """What all ranks have alike of a call's tensors, beside the rows that the plan gives each. device: its type."""
+    """What all ranks have alike of a call, beside the rows that the plan gives each. device: its type."""
 
     batch: int
     dtype: torch.dtype
     device: str
+    gradient: bool
+    lse: bool
 
     @classmethod
-    def of(cls, query: torch.Tensor) -> _Tensors:
-        return cls(query.shape[0] if query.dim() else 0, query.dtype, query.device.type)
+    def of(cls, qkv: QueryKeyValue, metadata: AttentionMetadata, *, lse: bool) -> _Tensors:
+        query = qkv[0]
+        return cls(query.shape[0], query.dtype, query.device.type, records_gradient(*qkv, metadata), lse)
 
     def __str__(self) -> str:
-        return f"batch {self.batch} of {self.dtype} on {self.device}"
+        beside = " with gradients" * self.gradient + " with log-sum-exps" * self.lse
+        return f"batch {self.batch} of {self.dtype} on {self.device}{beside}"
 
 
 class Admissions:
@@ -53,17 +57,19 @@ class Admissions:
         """The first call with a plan is one exchange over the control group; others, and those of a forward that was
         agreed on, are looked at on this rank alone.
 
-        Raises as `CallRules.check`; ValueError for another batch, dtype or device than was agreed on; and
+        Raises as `CallRules.check`; ValueError for another batch, dtype or device than was agreed on, and for gradients
+        or log-sum-exps that were not; and
         RankDisagreementError, on every rank, if ranks are about to make different calls, or some refuse theirs.
         """
-        if rules.way.strategy == "local" or plan is None or plan.agreed:
+        if rules.way.strategy == "local" or (plan is not None and plan.agreed):
             rules.check(*qkv, metadata, plan, lse=lse)
             return
-        settled, given = self._agreed.get(id(plan)), _Tensors.of(qkv[0])
+        settled = None if plan is None else self._agreed.get(id(plan))
         if settled is None:
             self._agree(rules, qkv, metadata, plan, lse)
             return
         rules.check(*qkv, metadata, plan, lse=lse)
+        given = _Tensors.of(qkv, metadata, lse=lse)
         if given != settled[0]:
             raise ValueError(
                 f"{rules.name}: the call is of {given}, and the ranks agreed on {settled[0]} for its plan; make "
@@ -71,22 +77,23 @@ class Admissions:
             )
 
     def _agree(
-        self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan, lse: bool
+        self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, lse: bool
     ) -> None:
         fault: FaultError | TypeError | ValueError | None = None
+        given: _Tensors | None = None
         try:
             rules.check(*qkv, metadata, plan, lse=lse)
+            given = _Tensors.of(qkv, metadata, lse=lse)
         except (FaultError, TypeError, ValueError) as error:
             fault = error  # the others are told before any of them waits for this rank
-        given = _Tensors.of(qkv[0])
         facts = CallFacts(
             number=self.count + 1,
             layer=f"{rules.name} ({rules.told})",
-            plan=_plan_text(plan),
-            batch=given.batch,
-            dtype=str(given.dtype).removeprefix("torch."),
-            device=given.device,
-            carried="" if fault else _carried_text(metadata, gradient=records_gradient(*qkv, metadata), lse=lse),
+            plan="none" if plan is None else _plan_text(plan),
+            batch=given.batch if given else 0,
+            dtype=str(given.dtype).removeprefix("torch.") if given else "",
+            device=given.device if given else "",
+            carried=_carried_text(metadata, given) if given else "",
             fault=str(fault or ""),
         )
         try:
@@ -99,6 +106,8 @@ class Admissions:
             raise
         if fault is not None:
             raise fault
+        if plan is None or given is None:
+            return  # either is a fault
         self.count += 1
         if len(self._agreed) >= PLANS_KEPT:
             self._agreed.pop(next(iter(self._agreed)))
@@ -112,6 +121,9 @@ def _plan_text(plan: ShardPlan) -> str:
     return f"{streams_text(plan.streams)}; {heads} by {plan.strategy} {plan.grid}{exchange}{pieces}"
 
 
-def _carried_text(metadata: AttentionMetadata, *, gradient: bool, lse: bool) -> str:
-    beside = ["gradients"] * gradient + ["log-sum-exps"] * lse
+def _carried_text(metadata: AttentionMetadata, given: _Tensors) -> str:
+    """What a call carries beside Q, K and V; of tensors, that they are there."""
+    beside = ["gradients"] * given.gradient + ["log-sum-exps"] * given.lse
+    values = {"window": metadata.window, "soft_cap": metadata.soft_cap, "documents": metadata.packed}
+    beside += [f"{name} {value}" for name, value in values.items() if value is not None]
     return features_text(metadata.features) + "".join(f", with {name}" for name in beside)

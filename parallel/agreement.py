@@ -41,7 +41,7 @@ class ForwardFacts(Facts):
     """
 
     before: ClassVar[str] = "a forward"
-    remedy: ClassVar[str] = "start all ranks from one configuration"
+    remedy: ClassVar[str] = "give all ranks the same configuration and inputs"
     number: int
     model: str
     batch: int

@@ -13,7 +13,7 @@ from backends.options import Blocks, Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.variant import EVERYTHING
 from configs.faults import Fault
-from parallel.calls import CallRules
+from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, check_result, overridden, own_selection
@@ -223,6 +223,8 @@ class Attention(torch.nn.Module):
             attended = Attended(*result, tuple(query.shape), tuple(key.shape))
         elif plan is not None:
             carrier = self.context.transport
+            if records_gradient(*qkv, metadata):  # all ranks run the backward pass of every exchange, or none does
+                qkv = _learning(query), _learning(key), _learning(value)
             try:
                 attended = sharded_attention(qkv, self._compute, metadata, plan, carrier, kept, causal=causal, lse=lse)
             except ExchangeError as error:
@@ -297,3 +299,8 @@ class Attention(torch.nn.Module):
                 key=attended.key_shape,
             )
         )
+
+
+def _learning(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, with a gradient, if only one that nobody asks for."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

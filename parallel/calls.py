@@ -44,7 +44,8 @@ class CallRules:
         """What all ranks must have alike of the layer."""
         heads = f"{self.call.heads}/{self.call.kv_heads} heads of {self.call.head_size}"
         served = f"{self.backend}/{self.variant.name} ({self.class_path})"
-        return f"{self.role}={served}, {heads}, by {self.way} {self.way.exchange}"
+        causal = "causal, " if self.call.causal else ""
+        return f"{self.role}={served}, {causal}{heads} in {self.call.dtype}, by {self.way} {self.way.exchange}"
 
     @property
     def zigzag(self) -> bool:
@@ -126,6 +127,10 @@ class CallRules:
         return self.shards_rows and (by_row or metadata.packed is not None)
 
     def _check_tensors(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+                given = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)[:80]
+                raise ValueError(f"{self.name}: {name} is {given}; give a tensor [B, S, H, D]")
         if query.shape[2:] != (self.call.heads, self.call.head_size):
             raise ValueError(
                 f"{self.name}: query is {tuple(query.shape)}; the layer has {self.call.heads} heads of "

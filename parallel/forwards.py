@@ -76,6 +76,7 @@ class Forwards:
         self._selections = ", ".join(sorted({layer.rules.told for layer in layers}))
         self._carried: Mapping[str, Features] = {}
         self._held: ShardPlan | None = None
+        self._tensors = (0, torch.float32)
         self._done = 0
         self._again = False
         _raise_places(name, list(self._sharded.values()))
@@ -116,16 +117,19 @@ class Forwards:
         dtype: torch.dtype,
         beside: Sequence[Stream] = (),
         carried: Mapping[str, Features] | None = None,
+        gradient: bool | None = None,
     ) -> None:
         """Agree on a forward over these streams, and make its plans.
 
         beside: streams that no layer exchanges, but all ranks must have alike, such as the text of cross-attention.
-        carried: what the calls of a role carry, where that is not what its layers were constructed for.
+        carried: what the calls of a role carry, where that is not what its layers were constructed for. gradient:
+        whether its layers will record some (default: whether torch does).
         Raises RankDisagreementError, on every rank, if ranks are about to run different forwards.
         """
         self.end()
         self.count += 1
         self._carried = carried or {}
+        self._tensors = batch, dtype
         carrying = {(layer.rules.role, features_text(self._agreed(layer))) for layer in self.layers}
         facts = ForwardFacts(
             number=self.count,
@@ -133,7 +137,7 @@ class Forwards:
             batch=batch,
             streams=streams_text((*streams, *beside)),
             carried=", ".join(f"{role} {text}" for role, text in sorted(carrying)),
-            gradient=torch.is_grad_enabled(),
+            gradient=torch.is_grad_enabled() if gradient is None else gradient,
             dtype=str(dtype).removeprefix("torch."),
             selections=self._selections,
         )
@@ -152,11 +156,13 @@ class Forwards:
         """What a layer's calls carry in this forward."""
         return self._carried.get(layer.rules.role, layer.rules.call.features)
 
-    def plan_for(self, layer: Attention, metadata: AttentionMetadata | None = None) -> ShardPlan:
-        """The plan of a layer's call in the forward under way. Ask for it right before the call.
+    def plan_for(
+        self, layer: Attention, metadata: AttentionMetadata | None = None, *, query: torch.Tensor | None = None
+    ) -> ShardPlan:
+        """The plan of a layer's call in the forward under way. Ask for it right before the call. query: of the call.
 
         Raises LayerOrderError if it is another layer's turn, ValueError if the call carries something else than was
-        agreed, and RuntimeError outside a forward.
+        agreed, or is of another batch or dtype, and RuntimeError outside a forward.
         """
         if self._held is None:
             raise RuntimeError(f"{self.name}: {layer.name} was called outside the model's own forward")
@@ -166,9 +172,21 @@ class Forwards:
                 f"{layer.name}: the call carries {features_text(given)}; the ranks agreed on {features_text(agreed)} "
                 "for this forward"
             )
+        if query is not None and self._mesh.world_size > 1:
+            self._check_tensors(layer, query)
         if self._mesh.world_size > 1 and not self._again and not torch.compiler.is_compiling():
             self._take_turn(layer)  # what is compiled keeps its order
         return self.plans.get(_shape(layer), self._held)
+
+    def _check_tensors(self, layer: Attention, query: torch.Tensor) -> None:
+        """The dtype may be that of the layers, where inputs have another one: ranks have both alike."""
+        batch, dtype = self._tensors
+        dtypes = {dtype, getattr(torch, layer.rules.call.dtype)}
+        if query.shape[0] != batch or query.dtype not in dtypes:
+            raise ValueError(
+                f"{layer.name}: the call is of batch {query.shape[0]} of {query.dtype}; the ranks agreed on batch "
+                f"{batch} of {dtype} for this forward"
+            )
 
     def finish(self) -> None:
         """Call before the forward's last exchange. Raises LayerOrderError if a layer was not called."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -36,6 +38,12 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
     _grids: dict[Grid, GridGroups] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.data is not None or self.control is not None:
+            # A gloo group that outlives Python ends the process with SIGABRT when one of its threads asks for the lock
+            # of the interpreter (torch 2.13), and destroy_process_group lets go of torch's own references alone.
+            atexit.register(_let_go, weakref.ref(self))
 
     def groups(self, grid: Grid) -> GridGroups:
         """The groups of a grid. The first call for a grid that has both degrees forms them: every rank has to make it,
@@ -86,6 +94,15 @@ def check_group_counts(ranks: list[int], *groups: dist.ProcessGroup) -> None:
             "(control=..., and a DeviceMesh of ring x ulysses over the whole default group)"
         )
         raise FaultError([Fault("mesh", None, rule, remedy)])
+
+
+def _let_go(mesh: weakref.ref[Mesh]) -> None:
+    """Of the groups, if the mesh is still there."""
+    here = mesh()
+    if here is not None:
+        here._grids.clear()
+        object.__setattr__(here, "data", None)
+        object.__setattr__(here, "control", None)
 
 
 def open_mesh(store: Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Mesh:

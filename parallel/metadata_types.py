@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from backends.interface import AttentionMetadata, PackedLengths
 
@@ -25,6 +26,8 @@ def _problem(metadata: AttentionMetadata) -> tuple[str, Any, str] | None:
         value = getattr(metadata, name)
         if value is not None and not isinstance(value, torch.Tensor):
             return name, value, "it is a tensor"
+    if metadata.block_mask is not None and not isinstance(metadata.block_mask, BlockMask):
+        return "block_mask", metadata.block_mask, "it is a BlockMask of torch's"
     window, cap, packed = metadata.window, metadata.soft_cap, metadata.packed
     sides = window if isinstance(window, tuple) else (0.0,)
     if window is not None and (len(sides) != 2 or not all(side is None or type(side) is int for side in sides)):

@@ -17,24 +17,20 @@ from parallel.pieces import take
 from parallel.rows import Rows
 
 
-def of_heads(metadata: AttentionMetadata, heads: range, kept: Kept) -> AttentionMetadata:
+def of_heads(metadata: AttentionMetadata, heads: range) -> AttentionMetadata:
     """What a rank that computes these heads needs of it, on all rows."""
     mask, bias, sinks, blocks = metadata.mask, metadata.bias, metadata.sinks, metadata.block_mask
     if mask is not None and mask.shape[1] > 1:
-        mask = kept.get(mask, heads, partial(_heads, mask, heads))
+        mask = mask[:, heads.start : heads.stop]
     if bias is not None and bias.shape[1] > 1:
-        bias = kept.get(bias, heads, partial(_heads, bias, heads))
+        bias = bias[:, heads.start : heads.stop]
     if sinks is not None:
         sinks = sinks[heads.start : heads.stop]
     if blocks is not None and blocks.shape[1] > 1:
-        blocks = kept.get(blocks, heads, partial(_blocks_of, blocks, heads))
+        blocks = _blocks_of(blocks, heads)
     if mask is metadata.mask and bias is metadata.bias and sinks is metadata.sinks and blocks is metadata.block_mask:
         return metadata
     return replace(metadata, mask=mask, bias=bias, sinks=sinks, block_mask=blocks)
-
-
-def _heads(table: torch.Tensor, heads: range) -> torch.Tensor:
-    return table[:, heads.start : heads.stop]
 
 
 def _blocks_of(blocks: BlockMask, heads: range) -> BlockMask:
@@ -67,13 +63,14 @@ def of_rows(
     the block's own first row; documents keep the rows that the block has of them.
     """
     mask, bias, window = metadata.mask, metadata.bias, metadata.window
+    if mask is not None:
+        mask = _cut(mask, queries, keys)
     if causal or window is not None:
-        seen = (queries, keys, window, causal, device)
-        mask = kept.get(mask, seen, partial(_bounded, mask, *seen))
-    elif mask is not None:
-        mask = kept.get(mask, (queries, keys), partial(_cut, mask, queries, keys))
+        bounds = (queries, keys, window or (None, None), causal, device)
+        seen = kept.get(bounds, partial(_seen, *bounds))
+        mask = seen if mask is None else mask & seen
     if bias is not None:
-        bias = kept.get(bias, (queries, keys), partial(_cut, bias, queries, keys))
+        bias = _cut(bias, queries, keys)
     return replace(metadata, mask=mask, bias=bias, window=None, packed=_packed(metadata.packed, queries, keys))
 
 
@@ -83,30 +80,23 @@ def _cut(table: torch.Tensor, queries: Rows, keys: Rows) -> torch.Tensor:
     return take(of_keys, queries, dim=2) if table.shape[2] > 1 else of_keys
 
 
-def _bounded(
-    mask: torch.Tensor | None, queries: Rows, keys: Rows, window: Window | None, causal: bool, device: torch.device
-) -> torch.Tensor:
-    """A mask of a block, and what it sees by position."""
-    seen = _seen(_positions(queries, device), _positions(keys, device), window or (None, None), causal)
-    return seen if mask is None else _cut(mask, queries, keys) & seen
-
-
 def _positions(rows: Rows, device: torch.device) -> torch.Tensor:
     runs = [torch.arange(run.start, run.stop, device=device) for run in rows.runs]
     return torch.cat(runs) if runs else torch.arange(0, device=device)
 
 
-def _seen(queries: torch.Tensor, keys: torch.Tensor, window: Window, causal: bool) -> torch.Tensor:
+def _seen(queries: Rows, keys: Rows, window: Window, causal: bool, device: torch.device) -> torch.Tensor:
     """[1, 1, Sq, Sk], True where the distance from a query to a key is within the window, and not ahead if causal."""
+    places = _positions(keys, device)
     before, after = window
     if causal:
         after = 0 if after is None else min(after, 0)
-    rows = queries[:, None]
-    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+    rows = _positions(queries, device)[:, None]
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
     if before is not None:
-        seen &= keys >= rows - before
+        seen &= places >= rows - before
     if after is not None:
-        seen &= keys <= rows + after
+        seen &= places <= rows + after
     return seen[None, None]
 
 

@@ -13,6 +13,14 @@ from runtime.errors import TerminatedError
 HELD = (signal.SIGINT, signal.SIGTERM)
 
 
+class SignalInterrupt(KeyboardInterrupt):
+    """A signal other than SIGINT, on its way out."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(signum)
+
+
 @contextmanager
 def terminated_by_signal() -> Iterator[None]:
     """SIGTERM inside ends in TerminatedError.
@@ -27,7 +35,7 @@ def terminated_by_signal() -> Iterator[None]:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        raise KeyboardInterrupt
+        raise SignalInterrupt(signum)
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from backends.platforms.facts import installed
 from parallel.events import RequestRan, Step
-from runtime.errors import RankError, RankPlace
+from runtime.errors import RankError, RankPlace, TerminatedError
+from runtime.signals import SignalInterrupt
 
 VERSION = 1
 PACKAGES = ("raylysses", "torch", "diffusers", "ray")
@@ -45,6 +46,8 @@ class RequestRecord:
 
 def failure_of(error: BaseException) -> Failure:
     """An exception as the summary has it; a rank's failure names the rank, its node and its phase."""
+    if isinstance(error, SignalInterrupt):
+        error = TerminatedError(error.signum)
     name, message = type(error).__name__, str(error)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted by SIGINT"

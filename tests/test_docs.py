@@ -61,6 +61,10 @@ def test_layers_run_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
+def test_a_masked_layer_runs_under_torchrun(tmp_path: Path) -> None:
+    assert torchrun("masked.py", folder=tmp_path).count("TORCH_SDPA (2, 25, 4, 32)") == 2
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_links_lead_somewhere(guide: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", (DOCS / guide).read_text()):

@@ -110,8 +110,13 @@ class ShardedModel:
         length = self.facts.tokens((frames, rows, columns))
         mesh = self.context.mesh
         self.forwards_of_request += 1
+        learning = latent.requires_grad or any(parameter.requires_grad for parameter in self.model.parameters())
         self.forwards.begin(
-            Stream("video", length), batch=batch, dtype=latent.dtype, beside=_encoder_streams(bound.arguments)
+            Stream("video", length),
+            batch=batch,
+            dtype=latent.dtype,
+            beside=_encoder_streams(bound.arguments),
+            gradient=torch.is_grad_enabled() and learning,
         )
         plan = self._current_plan()
         self.rows = len(plan.rows[mesh.rank])

@@ -54,11 +54,12 @@ class WanAttentionProcessor:
         query, key, value = self._project(attn, hidden_states, source)
         if rotary_emb is not None:
             query, key = rotate_pairs(query, rotary_emb), rotate_pairs(key, rotary_emb)
-        out = self.attention(query, key, value, plan=self.sharded.forwards.plan_for(self.attention))
+        out = self.attention(query, key, value, plan=self.sharded.forwards.plan_for(self.attention, query=query))
         if self.image is not None and image_source is not None:
             image_key = attn.norm_added_k(attn.add_k_proj(image_source)).unflatten(2, (attn.heads, -1))
             image_value = attn.add_v_proj(image_source).unflatten(2, (attn.heads, -1))
-            out = out + self.image(query, image_key, image_value, plan=self.sharded.forwards.plan_for(self.image))
+            plan = self.sharded.forwards.plan_for(self.image, query=query)
+            out = out + self.image(query, image_key, image_value, plan=plan)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))  # type: ignore[no-any-return]
 
     @staticmethod

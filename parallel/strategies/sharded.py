@@ -48,7 +48,7 @@ def sharded_attention(
     lse: bool = False,
 ) -> Attended:
     """Attention of this rank's rows, in the plan's order of streams: query [B, Sq_r, H, D], key and value
-    [B, Sk_r, Hkv, D]. metadata: of all rows and heads. kept: what other calls have made of its masks.
+    [B, Sk_r, Hkv, D]. metadata: of all rows and heads. kept: what other calls have worked out.
 
     Replicated streams: all ranks hold their rows and get all their results; their keys count once, and no rank computes
     what another does. Their gradients are each rank's share: the sum over ranks is the whole.
@@ -56,7 +56,7 @@ def sharded_attention(
     rank = transport.mesh.rank
     place = plan.grid.place(rank)[1]
     query, held = _my_heads(qkv, plan, transport)
-    mine = of_heads(metadata, plan.heads.query[place], kept)
+    mine = of_heads(metadata, plan.heads.query[place])
     work = Work(kernel, mine, plan, transport, kept, causal=causal, lse=lse)
     if not plan.heads.query[place]:
         # More ranks than heads: it computes nothing, and takes part in the exchanges.

@@ -89,7 +89,7 @@ class Work:
         device = transport.mesh.device
         # A copy to a GPU waits for it, so it is made once.
         self._expansion = (
-            None if expansion is None else kept.get(None, (expansion, device), lambda: _index(expansion, device))
+            None if expansion is None else kept.get((expansion, device), lambda: _index(expansion, device))
         )
 
     def compute(
@@ -122,7 +122,7 @@ class Work:
         """The result over no keys."""
         out, lse = nothing(query, query.shape[3])
         if self.metadata.sinks is not None:
-            lse = lse + self.metadata.sinks.to(lse.dtype)[:, None]
+            lse = self.metadata.sinks.to(lse.dtype)[None, :, None].expand_as(lse)
         return Result(reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others))
 
 

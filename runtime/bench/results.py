@@ -62,8 +62,9 @@ Report = Refused | Checked | RoundDone
 @dataclass(frozen=True)
 class Row:
     """One cell. milliseconds: the median over the rounds of the slowest rank's call; low, high: the first and the
-    third quartile. efficiency: the baseline's time over it. bytes_sent, collectives: of a call, on the rank that sends
-    most. Figures are None where there are none.
+    third quartile. rounds: that all ranks came to, fewer than asked for where a bench was stopped. efficiency: the
+    baseline's time over it. bytes_sent, collectives: of a call, on the rank that sends most. Figures are None where
+    there are none.
     """
 
     case: Case
@@ -73,6 +74,7 @@ class Row:
     milliseconds: float | None = None
     low: float | None = None
     high: float | None = None
+    rounds: int = 0
     baseline_ms: float | None = None
     efficiency: float | None = None
 
@@ -94,6 +96,7 @@ class Row:
             "milliseconds": self.milliseconds,
             "low_ms": self.low,
             "high_ms": self.high,
+            "rounds": self.rounds,
             "baseline_ms": self.baseline_ms,
             "efficiency": self.efficiency,
         }
@@ -143,7 +146,7 @@ class Results:
         if not rounds:
             return Row(case, checked=checked)
         low, middle, high = _quartiles(rounds)
-        return Row(case, "timed", "", checked, middle, low, high)
+        return Row(case, "timed", "", checked, middle, low, high, len(rounds))
 
     def _with_baseline(self, rows: Iterable[Row], shape: Shape) -> list[Row]:
         rows = list(rows)

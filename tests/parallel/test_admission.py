@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from backends.interface import AttentionMetadata, PackedLengths
 from configs.schema import ParallelConfig
 from parallel.agreement import CallFacts, ForwardFacts, RankDisagreementError, agree
 from parallel.attention import Attention
@@ -20,7 +21,7 @@ from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import ShardPlan, Stream, plan_streams
 from tests.parallel.cases import Case, GlooRanks, exact, layer_of, metadata_of, tensors_of
-from tests.parallel.layers import CPU
+from tests.parallel.layers import CPU, context_of
 
 USUAL = Case((Stream("video", 8),), batch=1)
 STRATEGIES = {name: ParallelConfig(strategy=name) for name in ("ulysses", "ring", "gather_kv")}
@@ -47,7 +48,11 @@ CHANGES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
     "all on another device": lambda qkv: [each.to(META) for each in qkv],
     "a row less": lambda qkv: [each[:, 1:] for each in qkv],
     "no dimensions": lambda qkv: [qkv[0][0, 0, 0, 0], *qkv[1:]],
+    "no key": lambda qkv: [qkv[0], None, qkv[2]],  # type: ignore[list-item]
+    "a list": lambda qkv: [qkv[0], qkv[1], [1.0]],  # type: ignore[list-item]
     "gradients": lambda qkv: [each.requires_grad_() for each in qkv],
+    "gradients of Q": lambda qkv: [qkv[0].requires_grad_(), *qkv[1:]],
+    "gradients of K": lambda qkv: [qkv[0], qkv[1].requires_grad_(), qkv[2]],
 }
 
 
@@ -139,7 +144,9 @@ REFUSED = {
     "K on another device": "attention: key is on meta, and query on cpu; move them to one device",
     "all on another device": "are on meta, and the ranks exchange tensors on cpu; move them there",
     "a row less": "attention: 3 query rows at hand; the plan gives this rank 4",
-    "no dimensions": r"attention: query is \(\); the layer has 6 heads of 8",
+    "no dimensions": r"attention: query is of shape \(\); give a tensor \[B, S, H, D\]",
+    "no key": r"attention: key is None; give a tensor",
+    "a list": r"attention: value is \[1.0\]; give a tensor",
 }
 
 
@@ -166,6 +173,61 @@ def test_a_call_that_all_ranks_refuse_gets_each_ranks_own_error(gloo_ranks: Gloo
         assert isinstance(error, ValueError)
         assert "must have one dtype" in str(error)
         assert begun == 0
+
+
+def without_a_plan(mesh: Mesh) -> str:
+    layer = layer_of(mesh, USUAL, STRATEGIES["ring"])
+    plan = layer.plan_of(*USUAL.streams)
+    mine = [take(tensor, plan.rows[mesh.rank]) for tensor in tensors_of(USUAL)]
+    try:
+        layer(mine[0], mine[1], mine[2], plan=None if mesh.rank else plan)
+    except (ValueError, RankDisagreementError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ray
+def test_a_call_without_a_plan_is_refused_on_every_rank(gloo_ranks: GlooRanks) -> None:
+    told, own = gloo_ranks(2).run(without_a_plan)
+    assert own.startswith("attention: a sharded sequence needs plan=...")
+    assert f"fault: rank 0 has none, rank 1 has {own}" in told
+
+
+LEARNING = ("gradients of Q", "gradients of K", "gradients of K")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_learn_other_inputs(gloo_ranks: GlooRanks, strategy: str) -> None:
+    """What is exchanged goes the same way on all of them."""
+    usual = Asked(replace(USUAL, streams=(Stream("video", 12),)), strategy)
+    results = gloo_ranks(3).run_each(watched, [(replace(usual, change=change),) for change in LEARNING])
+    assert max(found for found, _ in results) < 1e-11
+
+
+OTHER_VALUES = {"window": AttentionMetadata(window=(1, 1)), "soft cap": AttentionMetadata(soft_cap=1.0)}
+OTHER_VALUES["documents"] = AttentionMetadata(packed=PackedLengths((4, 4), (4, 4)))
+VALUES = {"window": AttentionMetadata(window=(2, 1)), "soft cap": AttentionMetadata(soft_cap=1.5)}
+VALUES["documents"] = AttentionMetadata(packed=PackedLengths((5, 3), (5, 3)))
+
+
+def with_values(mesh: Mesh, name: str) -> str:
+    context = context_of(mesh, dtype=torch.float64, backend="REFERENCE", parallel=STRATEGIES["ulysses"])
+    layer = Attention(6, 8, role="self", kind="self", features=VALUES[name].features, context=context)
+    plan = layer.plan_of(*USUAL.streams)
+    mine = [take(tensor, plan.rows[mesh.rank]) for tensor in tensors_of(USUAL)]
+    try:
+        layer(mine[0], mine[1], mine[2], (OTHER_VALUES if mesh.rank else VALUES)[name], plan=plan)
+    except RankDisagreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", VALUES)
+def test_ranks_with_other_values_of_what_a_call_carries_all_raise(gloo_ranks: GlooRanks, name: str) -> None:
+    for told in gloo_ranks(2).run(with_values, name):
+        assert "carried: rank 0 has " in told
 
 
 # --- once for each plan -----------------------------------------------------------------------------------------------
@@ -216,6 +278,9 @@ def change_the_batch(mesh: Mesh) -> tuple[str, float]:
         call(mesh, other, layer, plan)
     except ValueError as error:
         said = str(error)
+    for later in (Asked(change="gradients"), Asked(lse=True)):
+        with pytest.raises(ValueError, match="and the ranks agreed on batch 1 of"):
+            call(mesh, later, layer, plan)
     return said, max(call(mesh, other, layer, layer.plan_of(*USUAL.streams)), call(mesh, Asked(), layer, plan))
 
 

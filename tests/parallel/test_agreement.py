@@ -73,7 +73,7 @@ def test_a_disagreement_is_raised_on_every_rank_with_both_values(
         message = str(outcome)
         assert f"{field}: rank 0 has {getattr(FACTS, field)}" in message
         assert f"rank {world_size - 1} has {OTHER[field]}" in message
-        assert message.endswith("; start all ranks from one configuration")
+        assert message.endswith("; give all ranks the same configuration and inputs")
         assert not any(f"{other.name}:" in message for other in fields(ForwardFacts) if other.name != field)
     assert ranks.run(exchange) == [world_size * (world_size + 1) / 2] * world_size
 

@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from backends.interface import AttentionMetadata, Features
 from configs.faults import FaultError
 from configs.schema import ParallelConfig
-from parallel.kept import Kept
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import Stream, plan_sequence
@@ -44,7 +43,7 @@ def dense(mask_mod: Any) -> torch.Tensor:
 @pytest.mark.parametrize("heads", [range(0, 2), range(2, 5), range(4, 5), range(3, 3)])
 def test_some_heads_of_a_block_mask_are_those_of_the_whole(heads: range) -> None:
     whole = block_mask(of_each_head, HEADS)
-    cut = of_heads(AttentionMetadata(block_mask=whole), heads, Kept()).block_mask
+    cut = of_heads(AttentionMetadata(block_mask=whole), heads).block_mask
     assert cut is not None
     assert tuple(cut.shape) == (1, len(heads), LENGTH, LENGTH)
     if heads:
@@ -56,7 +55,7 @@ def test_some_heads_of_a_block_mask_are_those_of_the_whole(heads: range) -> None
 
 def test_a_block_mask_of_all_heads_stays_as_it_is() -> None:
     carried = AttentionMetadata(block_mask=block_mask(of_all_heads, None))
-    assert of_heads(carried, range(1, 3), Kept()) is carried
+    assert of_heads(carried, range(1, 3)) is carried
 
 
 def on_rank(mesh: Mesh, by_head: bool) -> torch.Tensor:

@@ -220,6 +220,16 @@ def test_a_new_forward_starts_with_the_first_layer_whatever_became_of_the_last()
     assert forwards.count == 2
 
 
+@pytest.mark.parametrize(("batch", "dtype"), [(2, torch.float64), (1, torch.float16)])
+def test_a_call_of_another_batch_or_dtype_than_was_agreed_on_is_refused(batch: int, dtype: torch.dtype) -> None:
+    forwards = begun()
+    query = torch.zeros(batch, 1, 6, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=f"the call is of batch {batch} of {dtype}; the ranks agreed on batch 1 of"):
+        forwards.plan_for(forwards.layers[0], metadata_of(USUAL), query=query)
+    agreed = torch.zeros(1, 1, 6, 8, dtype=USUAL.dtype)
+    assert forwards.plan_for(forwards.layers[0], metadata_of(USUAL), query=agreed) is not None
+
+
 def test_outside_a_forward_there_are_no_plans() -> None:
     forwards = begun()
     assert forwards.plan is not None

@@ -70,7 +70,7 @@ def test_a_block_is_told_what_the_call_says_of_its_rows(
 def test_heads_are_cut_out_of_what_is_of_each_head(metadata: AttentionMetadata, one: int, other: int) -> None:
     heads = range(min(one, other), max(one, other))
     sinks = torch.arange(HEADS, dtype=torch.float32)
-    cut = of_heads(AttentionMetadata(metadata.mask, metadata.window, None, sinks, metadata.packed), heads, Kept())
+    cut = of_heads(AttentionMetadata(metadata.mask, metadata.window, None, sinks, metadata.packed), heads)
     assert cut.sinks is not None
     assert cut.sinks.tolist() == list(heads)
     assert (cut.window, cut.packed) == (metadata.window, metadata.packed)
@@ -83,6 +83,6 @@ def test_heads_are_cut_out_of_what_is_of_each_head(metadata: AttentionMetadata, 
 
 def test_what_is_of_no_head_or_row_stays_the_same_object() -> None:
     plain = AttentionMetadata(soft_cap=3.0)
-    assert of_heads(plain, range(2), Kept()) is plain
+    assert of_heads(plain, range(2)) is plain
     padding = AttentionMetadata(torch.ones(1, 1, 1, LENGTH, dtype=torch.bool))
-    assert of_heads(padding, range(2), Kept()) is padding
+    assert of_heads(padding, range(2)) is padding

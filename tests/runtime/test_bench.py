@@ -135,7 +135,7 @@ def test_a_figure_is_the_median_of_the_slowest_rank_and_the_baseline_is_scaled_t
 
     baseline, cell = found.rows()
 
-    assert (cell.outcome, cell.milliseconds, cell.low, cell.high) == ("timed", 7.5, 6.75, 7.75)
+    assert (cell.outcome, cell.milliseconds, cell.low, cell.high, cell.rounds) == ("timed", 7.5, 6.75, 7.75, 3)
     assert baseline.milliseconds == 3.0
     assert cell.baseline_ms == pytest.approx(3.0 * 2.5 / 3)
     assert cell.efficiency == pytest.approx(2.5 / 7.5)

@@ -106,5 +106,8 @@ def test_a_signal_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> Non
 
     assert outcome.code == code, outcome.err
     assert "Traceback" not in outcome.err
-    assert summary(run.folder)["status"] == "interrupted"
+    told = summary(run.folder)
+    assert told["status"] == "interrupted"
+    stopped = {2: "interrupted by SIGINT", 15: "stopped by signal 15"}
+    assert told["error"]["message"] == stopped[signum]
     assert_nothing_left(processes)
