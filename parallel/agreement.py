@@ -97,10 +97,12 @@ class RankDisagreementError(Exception):
             what = "; ".join(f"rank {r} is before {each.before}: {each}" for r, each in enumerate(self.facts))
             return f"ranks disagree on what comes next; {what}; make the same calls in the same order on every rank"
         (kind,) = kinds
+        names = [each.name for each in fields(kind) if len({getattr(f, each.name) for f in self.facts}) > 1]
+        if "fault" in names:
+            names = ["fault"]  # a call that is refused has no more to compare
         differing = [
             f"{name}: " + ", ".join(f"rank {r} has {_shown(getattr(f, name))}" for r, f in enumerate(self.facts))
-            for name in (field.name for field in fields(kind))
-            if len({getattr(f, name) for f in self.facts}) > 1
+            for name in names
         ]
         return f"ranks disagree before {kind.before}; {'; '.join(differing)}; {kind.remedy}"
 

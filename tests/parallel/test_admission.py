@@ -163,7 +163,7 @@ def test_a_call_that_one_rank_refuses_is_refused_on_all(gloo_ranks: GlooRanks, s
         assert begun == 0
         if error is not results[1][0]:
             assert isinstance(error, RankDisagreementError)
-            assert f"fault: rank 0 has none, rank 1 has {own.value}, rank 2 has none" in str(error)
+            assert f"with a plan; fault: rank 0 has none, rank 1 has {own.value}, rank 2 has none; " in str(error)
     assert max(ranks.run(call, usual)) < 1e-11
 
 

@@ -13,9 +13,15 @@ from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadat
 from backends.kernels.reference import ReferenceImpl
 from backends.requirements import Features
 from backends.variant import EVERYTHING
+from configs.schema import ParallelConfig
 from parallel import opaque
 from parallel.attention import Attention
+from parallel.mesh import Mesh
+from parallel.pieces import take
+from parallel.plan import Stream
 from tests.exact import random_qkv
+from tests.parallel.cases import Case, GlooRanks, exact, tensors_of
+from tests.parallel.cases import layer_of as sharded_layer_of
 from tests.parallel.layers import context_of
 
 HEADS, SIZE = 4, 16
@@ -147,3 +153,22 @@ def test_a_kernel_that_is_traced_needs_no_operator() -> None:
     layer = Attention(HEADS, SIZE, role="self", kind="self", context=context_of(backend="TORCH_SDPA"))
     assert len(opaque._HELD) == before
     assert layer.execution_path().compilation == "traceable"
+
+
+def compiled_over_ranks(mesh: Mesh, case: Case, strategy: str) -> float:
+    torch.compiler.reset()
+    layer = sharded_layer_of(mesh, case, ParallelConfig(strategy=strategy))
+    plan = layer.plan_of(*case.streams)
+    held = plan.shares[mesh.rank].query_rows
+    mine = [take(tensor, held) for tensor in tensors_of(case)]
+    compiled = torch.compile(lambda *qkv: layer(*qkv, plan=plan) * 2, backend="eager")
+    with torch.no_grad():
+        return float((compiled(*mine) / 2 - take(exact(case)[0], held)).abs().amax())
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("strategy", ["ulysses", "ring", "gather_kv"])
+def test_a_layer_over_ranks_can_be_compiled(gloo_ranks: GlooRanks, strategy: str, causal: bool) -> None:
+    case = Case((Stream("video", 13),), causal=causal)
+    assert max(gloo_ranks(2).run(compiled_over_ranks, case, strategy)) < 1e-11
