@@ -52,11 +52,16 @@ def tensor(rows: int = LENGTH, heads: int = HEADS, size: int = HEAD_SIZE, batch:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("query", [tensor(heads=3), tensor(size=8), tensor().flatten(2), tensor(heads=8)])
+@pytest.mark.parametrize("query", [tensor(heads=3), tensor(size=8), tensor(heads=8)])
 def test_a_query_of_other_heads_than_the_layers_is_refused(query: torch.Tensor) -> None:
     expected = f"blocks.3.attn1: query is {tuple(query.shape)}; the layer has 4 heads of 16"
     with pytest.raises(ValueError, match=re.escape(expected)):
         layer_of()(query, tensor(), tensor())
+
+
+def test_a_query_of_other_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"query is of shape \(2, 9, 64\); give a tensor \[B, S, H, D\]"):
+        layer_of()(tensor().flatten(2), tensor(), tensor())
 
 
 @pytest.mark.parametrize(

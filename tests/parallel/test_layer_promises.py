@@ -16,9 +16,10 @@ from configs.schema import AttentionConfig, ParallelConfig
 from parallel.attention import Attention
 from parallel.planner import RoleCall, choose
 from parallel.restrict import _seen
+from parallel.rows import rows
 from parallel.transport.base import _Exchange
 from tests.exact import random_qkv
-from tests.parallel.layers import context_of
+from tests.parallel.layers import CPU, context_of
 
 HEADS, SIZE, ROWS = 4, 16, 4  # as many rows as heads: a wrong layout has the right shape
 
@@ -113,8 +114,8 @@ def test_a_second_derivative_through_an_exchange_raises() -> None:
 @pytest.mark.parametrize("window", [(None, None), (2, None), (None, 1), (0, 0), (3, 2)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_window_of_any_positions_is_the_same_as_by_distance(window: Any, causal: bool) -> None:
-    queries, keys = torch.tensor([4, 5, 9, 10, 11]), torch.tensor([0, 3, 4, 5, 6, 10])
+    queries, keys = rows(range(4, 6), range(9, 12)), rows(range(1), range(3, 7), range(10, 11))
     before, after = (10**6 if side is None else side for side in window)
-    distance = keys - queries[:, None]
+    distance = torch.tensor(list(keys)) - torch.tensor(list(queries))[:, None]
     exact = (distance >= -before) & (distance <= (min(after, 0) if causal else after))
-    assert torch.equal(_seen(queries, keys, window, causal)[0, 0], exact)
+    assert torch.equal(_seen(queries, keys, window, causal, CPU)[0, 0], exact)
