@@ -57,7 +57,7 @@ class AttentionContext:
 
     @cached_property
     def kept(self) -> Kept:
-        """One for all layers, which may carry the same masks."""
+        """One for all layers, which may need the same windows and indices."""
         return Kept()
 
     def layer_facts(self, model: str, name: str) -> LayerFacts:

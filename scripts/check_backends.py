@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--features", nargs="*", default=list(FEATURES), choices=FEATURES, metavar="F", help="default: all"
     )
     parser.add_argument("--kv-heads", nargs="*", type=int, default=list(KV_HEADS), choices=KV_HEADS, help="of 4 heads")
-    parser.add_argument("--fine", action="store_true", help="a process for each feature, for kernels compiled for each")
+    parser.add_argument("--fine", action="store_true", help="a job for each feature, for kernels compiled for each")
     parser.add_argument(
         "--longest", type=int, default=max(LENGTHS), metavar="ROWS", help="of the lengths, these at most"
     )

@@ -65,7 +65,9 @@ class SageAttnImpl(PackageImpl):
         # The kernel would take the mean off the caller's own keys, in place.
         smooth = key - key.mean(dim=1, keepdim=True)
         out: torch.Tensor = imported(self.path)(
-            *(_with_rows(tensor) for tensor in (query, smooth, value)),
+            query,
+            smooth,
+            value,
             tensor_layout="NHD",
             is_causal=self.causal,
             sm_scale=self.softmax_scale,
@@ -108,8 +110,3 @@ class SageAttn3Impl(PackageImpl):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out: torch.Tensor = imported(self.path)(q, k.clone(), v, is_causal=self.causal)  # it changes K in place
         return out.transpose(1, 2)
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With the entries of a row one after another, as the kernel needs them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
