@@ -22,7 +22,7 @@ from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
 from parallel.rows import rows
 from parallel.strategies.sharded import Attended, sharded_attention
-from parallel.strategies.work import Result
+from parallel.strategies.work import Result, over_nothing
 from parallel.transport.errors import ExchangeError
 from parallel.transport.packing import QueryKeyValue
 
@@ -269,6 +269,9 @@ class Attention(torch.nn.Module):
         causal: bool,
         lse: bool,
     ) -> Result:
+        if not query.numel() or not key.numel():  # kernels need not take those
+            tied = [tensor for tensor in (key, value, metadata.sinks, metadata.bias) if tensor is not None]
+            return Result(*over_nothing(query, value.shape[3], metadata.sinks, *tied))
         result = self.kernel_call(query, key, value, metadata, causal=causal, lse=lse)
         check_result(
             result, query, self.rules.value_head_size, lse, layer=self.name, of=f"{self.kernel} of {self.rules.backend}"

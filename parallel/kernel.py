@@ -107,11 +107,21 @@ def aligned(tensor: torch.Tensor, step: int) -> torch.Tensor:
         return tensor
     size = tensor.element_size()
     *rows, element = tensor.stride()
-    if element == 1 and not any(stride * size % step for stride in (tensor.storage_offset(), *rows)):
+    begins = _begins(tensor, step)
+    if begins and element == 1 and not any(stride * size % step for stride in rows):
         return tensor
-    if tensor.is_contiguous() and not tensor.storage_offset() * size % step:
+    if begins and tensor.is_contiguous():
         return tensor  # a copy would be the same
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _begins(tensor: torch.Tensor, step: int) -> bool:
+    """Whether the tensor begins at a multiple of so many bytes from where its memory begins. A compiler cannot ask for
+    that: there, rows that lie one after another are taken to, and parts of longer rows are not.
+    """
+    if torch.compiler.is_compiling():
+        return tensor.is_contiguous() or tensor.shape[-1] in tensor.stride()
+    return tensor.storage_offset() * tensor.element_size() % step == 0
 
 
 class OwnKernel:

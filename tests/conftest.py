@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attention over live ranks")
     group.addoption("--calls", type=int, default=2000, help="how many drawn calls have to run (default: 2000)")
     group.addoption("--calls-seed", type=int, default=0, help="draw others (default: 0)")
+    group.addoption("--ranks-per-gpu", type=int, default=1, help="how many NCCL ranks share a GPU (default: 1)")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,15 +21,18 @@ class _RankActor:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return int(self.store.port)
 
-    def join(self, port: int, rank: int, world_size: int, timeout_s: float, device: str) -> None:
+    def join(self, port: int, rank: int, world_size: int, timeout_s: float, ranks_per_gpu: int) -> None:
         import torch
         from torch.distributed import TCPStore
 
         from parallel.mesh import open_mesh
 
+        if ranks_per_gpu > 1:  # NCCL refuses two ranks of one host on one GPU; other hosts it reaches by sockets
+            os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        device = torch.device("cuda:0" if ranks_per_gpu else "cpu")
         if not hasattr(self, "store"):
             self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.mesh: Mesh = open_mesh(self.store, rank, world_size, torch.device(device), timeout_s)
+        self.mesh: Mesh = open_mesh(self.store, rank, world_size, device, timeout_s)
         self.meshes: dict[int, Mesh] = {}
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -69,19 +73,21 @@ class _RankActor:
 
 
 class Ranks:
-    """`world_size` gloo ranks, or NCCL ones with a GPU each. cpus: what each takes of the cluster's. timeout_s: of
-    their exchanges.
+    """`world_size` gloo ranks on CPU, or NCCL ranks of which so many share a GPU. cpus: what each takes of the
+    cluster's. timeout_s: of their exchanges.
     """
 
-    def __init__(self, world_size: int, *, cpus: int = 1, timeout_s: float = 30.0, cuda: bool = False) -> None:
+    def __init__(self, world_size: int, *, cpus: int = 1, timeout_s: float = 30.0, ranks_per_gpu: int = 0) -> None:
         self.world_size = world_size
-        self._options = {"cpus": cpus, "timeout_s": timeout_s, "cuda": cuda}
+        self.device_type = "cuda" if ranks_per_gpu else "cpu"
+        self._options = {"cpus": cpus, "timeout_s": timeout_s, "ranks_per_gpu": ranks_per_gpu}
         self._formed: set[int] = set()
         actor = ray.remote(_RankActor)
-        self._actors = [actor.options(num_cpus=cpus, num_gpus=int(cuda)).remote() for _ in range(world_size)]
+        gpus = 1 / ranks_per_gpu if ranks_per_gpu else 0
+        self._actors = [actor.options(num_cpus=cpus, num_gpus=gpus).remote() for _ in range(world_size)]
         port = ray.get(self._actors[0].open_store.remote(), timeout=60)
         joined = [
-            actor.join.remote(port, rank, world_size, timeout_s, "cuda:0" if cuda else "cpu")
+            actor.join.remote(port, rank, world_size, timeout_s, ranks_per_gpu)
             for rank, actor in enumerate(self._actors)
         ]
         ray.get(joined, timeout=120)

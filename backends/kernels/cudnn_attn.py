@@ -16,8 +16,6 @@ from backends.kernels.torch_sdpa import TorchSdpaImpl
 
 
 class CudnnAttnImpl(TorchSdpaImpl):
-    alignment = 16
-
     @property
     def _plain(self) -> ReferenceImpl:
         return ReferenceImpl(softmax_scale=self.softmax_scale, causal=self.causal)

@@ -8,12 +8,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.interface import AttentionImpl, AttentionMetadata
+from backends.kernels.cudnn_tiles import breaks_backward, differentiated_by_cudnn, lengthened
 from backends.kernels.masking import causal_mask, whole_mask, zero_blind_rows
 
 
 class TorchSdpaImpl(AttentionImpl):
-    alignment = 1  # torch takes another kernel
-
     @property
     def kernel(self) -> str:
         return "torch.nn.functional.scaled_dot_product_attention"
@@ -27,12 +26,16 @@ class TorchSdpaImpl(AttentionImpl):
         plan: Any = None,
     ) -> torch.Tensor:
         mask, added = self._masks(query, key, metadata)
+        plain_causal = self.causal and added is None
+        breaks = breaks_backward(query.shape[1], key.shape[1]) and not plain_causal
+        if breaks and differentiated_by_cudnn(query, key, value):  # on Hopper it is torch's own choice, too
+            key, value, added = lengthened(key, value, added)
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=added,
-            is_causal=self.causal and added is None,
+            is_causal=plain_causal,
             scale=self.softmax_scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )

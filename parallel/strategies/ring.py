@@ -12,7 +12,7 @@ from parallel.blocks import parts_of
 from parallel.merge import Weighed, merge_rows, merge_sinks, nothing
 from parallel.restrict import of_rows
 from parallel.rows import Rows
-from parallel.strategies.work import HeldKeys, Result, Work, reaching, without_sinks
+from parallel.strategies.work import HeldKeys, Result, Work, over_nothing, reaching, without_sinks
 from parallel.transport.packing import pack_keys, unpack_keys
 
 Block = tuple[int, torch.Tensor, torch.Tensor]
@@ -37,7 +37,7 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
         whole = _add_block(whole, query, block.joined(plan.shares[group[place]].keys, fixed), work)
         del key, value, block  # before the next but one is received
     if whole is None:
-        return work.nothing(*seen)
+        return Result(*over_nothing(query, query.shape[3], work.metadata.sinks, *seen))
     if differentiated:
         whole = reaching(whole[0], *seen), reaching(whole[1], *seen)
     if work.metadata.sinks is not None:

@@ -109,8 +109,6 @@ class Work:
             key, value = key.index_select(2, self._expansion), value.index_select(2, self._expansion)
         if self.shapes is None:
             self.shapes = tuple(query.shape), tuple(key.shape)
-        if not query.shape[1] or not key.shape[1]:
-            return self.nothing(query, key, value)
         return self._kernel(query, key, value, metadata, causal=causal, lse=lse)
 
     def whole(self, query: torch.Tensor, held: HeldKeys) -> Result:
@@ -118,12 +116,15 @@ class Work:
         key, value, _ = held.joined(self.share.keys, self.share.fixed_keys)
         return self.compute(query, key, value, self.metadata, causal=self.causal, lse=self.lse)
 
-    def nothing(self, query: torch.Tensor, *others: torch.Tensor) -> Result:
-        """The result over no keys."""
-        out, lse = nothing(query, query.shape[3])
-        if self.metadata.sinks is not None:
-            lse = self.metadata.sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-        return Result(reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others))
+
+def over_nothing(
+    query: torch.Tensor, value_size: int, sinks: torch.Tensor | None, *others: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a query over no keys, or of no query. others: what they depend on as well."""
+    out, lse = nothing(query, value_size)
+    if sinks is not None:
+        lse = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+    return reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others)
 
 
 def _index(places: tuple[int, ...], device: torch.device) -> torch.Tensor:

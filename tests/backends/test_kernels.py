@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from backends.interface import AttentionImpl, AttentionMetadata
 from backends.kernels import torch_sdpa
 from backends.kernels.cudnn_attn import CudnnAttnImpl
+from backends.kernels.cudnn_tiles import LONGER, breaks_backward
 from backends.kernels.flash_attn import FlashAttn3Impl, FlashAttn4Impl
 from backends.kernels.packages import imported
 from backends.kernels.reference import ReferenceImpl
@@ -322,3 +324,37 @@ def test_without_cudnn_the_call_raises_and_nothing_else_serves_it() -> None:
     qkv = random_qkv(1, 5, 5, 4, 4, 16, torch.bfloat16)
     with pytest.raises(RuntimeError):
         CudnnAttnImpl(softmax_scale=1.0, causal=False).forward(*qkv, NO_MASK)
+
+
+# --- lengths that cuDNN's backward pass does not take ---------------------------------------------------------------
+
+
+def test_the_lengths_that_break_gradients_of_cudnn() -> None:
+    breaking = {(rows, keys) for rows in (1, 7, 128) for keys in range(1, 400) if breaks_backward(rows, keys)}
+    half_full, whole = (64, 192, 320), (128, 256, 384)
+    assert breaking == {*((rows, keys) for rows in (1, 7, 128) for keys in half_full), *((1, keys) for keys in whole)}
+    assert not any(breaks_backward(rows, keys + LONGER) for rows, keys in breaking)
+
+
+@pytest.mark.parametrize("carried", ["nothing", "mask", "bias", "learned bias"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_more_change_nothing(carried: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU the detour is forced: results and gradients are those of the call as it is."""
+    generator = torch.Generator().manual_seed(0)
+    keys = 64
+    mask = random_mask(2, keys, keys)
+    mask[:, :, 3] = False
+    bias = torch.randn(1, 4, keys, keys, generator=generator, dtype=torch.float64)
+    metadata = AttentionMetadata(mask if carried == "mask" else None, bias=bias if "bias" in carried else None)
+    upstream = torch.randn(2, keys, 4, 16, generator=generator, dtype=torch.float64)
+    found = []
+    for detour in (False, True):
+        monkeypatch.setattr(torch_sdpa, "differentiated_by_cudnn", lambda *_, detour=detour: detour)
+        inputs = [tensor.requires_grad_() for tensor in random_qkv(2, keys, keys, 4, 2, 16, torch.float64)]
+        learned = [bias.detach().requires_grad_()] if carried == "learned bias" else []
+        call = replace(metadata, bias=learned[0]) if learned else metadata
+        out = TorchSdpaImpl(softmax_scale=SCALE, causal=causal).forward(*inputs, call)
+        found.append((out.detach(), *torch.autograd.grad(out, [*inputs, *learned], upstream)))
+    for plain, longer in zip(*found, strict=True):
+        assert plain.shape == longer.shape
+        assert relative_error(longer, plain) < 1e-12

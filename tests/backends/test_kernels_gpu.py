@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,9 @@ if not torch.cuda.is_available():
 
 DEVICE = local_device("cuda", Registry().distributions())
 CLAIMS = list(claims(Registry(), DEVICE))
-LENGTHS = ((129, 129), (129, 192))
+LENGTHS = ((129, 129), (129, 192), (1, 128))
+LOWERED = 120.0
+"""So that a log-sum-exp is the logarithm of no normal fp32 number."""
 
 
 def calls_of(claim: Claim, feature: str) -> list[Call]:
@@ -43,3 +47,37 @@ def test_a_claim_holds(claim: Claim, feature: str) -> None:
     outcomes = [measure(claim, Exact(call, torch.device("cuda")), DEVICE) for call in calls_of(claim, feature)]
     assert [outcome.fault for outcome in outcomes if outcome.fault] == []
     assert any(outcome.errors for outcome in outcomes)
+
+
+GRADIENTS = [
+    (claim, replace(call, rows=rows, keys=keys))
+    for claim in CLAIMS
+    if not claim.lossy
+    for feature in ("plain", "full")
+    for call in calls_of(claim, feature)[:1]
+    for rows, keys in ((129, 192), (1, 128), (64, 64), (256, 320))
+    if claim.takes(replace(call, rows=rows, keys=keys), DEVICE, gradient=True)
+]
+
+
+@pytest.mark.parametrize(("claim", "call"), GRADIENTS, ids=lambda value: getattr(value, "name", str(value)))
+def test_rows_of_low_scores_have_gradients(claim: Claim, call: Call) -> None:
+    outcome = measure(claim, Exact(call, torch.device("cuda"), LOWERED), DEVICE)
+    assert outcome.fault is None
+    assert "gradient" in outcome.errors
+
+
+TAKE_A_BIAS = [claim for claim in CLAIMS if claim.takes(Call("bfloat16", 64, 2, False, "bias", 129, 129), DEVICE)]
+
+
+@pytest.mark.parametrize("claim", TAKE_A_BIAS, ids=lambda claim: claim.name)
+@pytest.mark.parametrize("keys", [129, 192])
+def test_a_bias_may_begin_anywhere(claim: Claim, keys: int) -> None:
+    exact = Exact(Call("bfloat16", 64, 2, False, "bias", 129, keys), torch.device("cuda"))
+    bias = exact.metadata.bias
+    assert bias is not None
+    around = torch.full((*bias.shape[:2], bias.shape[2] + 2, keys + 3), float("nan"), device="cuda", dtype=bias.dtype)
+    view = around[:, :, 1:-1, 1 : keys + 1]
+    view.copy_(bias)
+    exact.metadata = replace(exact.metadata, bias=view)
+    assert measure(claim, exact, DEVICE).fault is None

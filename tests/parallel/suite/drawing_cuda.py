@@ -24,9 +24,11 @@ def calls(draw: st.DrawFn, world_size: int) -> Drawn:
     if backend == "TORCH_SDPA" and way == "ring":
         way = "ulysses"
     kv_heads = draw(st.integers(1, 4))
+    degrees = [degree for degree in range(1, world_size) if world_size % degree == 0]
     found: dict[str, Any] = {
         "world_size": world_size,
         "strategy": way,
+        "ulysses": draw(st.sampled_from(degrees)) if way in ("ring", "gather_kv") else None,
         "backend": backend,
         "kind": draw(st.sampled_from(("self", "self", "joint") if way != "auto" else ("self", "joint", "cross"))),
         "batch": draw(st.integers(1, 2)),
@@ -41,7 +43,10 @@ def calls(draw: st.DrawFn, world_size: int) -> Drawn:
     found |= _rows(draw, found["kind"])
     if backend != "TORCH_SDPA":
         found["lse"] = often(draw, 3)
-    found["gradient"] = not (backend == "CUDNN_ATTN" and found["lse"]) and often(draw, 3)
+    weighed = found.get("lse") or way == "ring"
+    found["gradient"] = not (backend == "CUDNN_ATTN" and weighed) and often(
+        draw, 3
+    )  # it differentiates no such weights
     return Drawn(**(found | _carried(draw, Drawn(**found))))
 
 

@@ -34,11 +34,11 @@ class Verdict:
     degrees: tuple[int, int] = (1, 1)
 
 
-def judge(case: Drawn, outcomes: Sequence[Outcome]) -> Verdict:
-    """outcomes: of all ranks, in order."""
+def judge(case: Drawn, outcomes: Sequence[Outcome], device_type: str = "cpu") -> Verdict:
+    """outcomes: of all ranks, in order. device_type: where they ran."""
     ran = [outcome for outcome in outcomes if isinstance(outcome, Ran)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
-    expected = refusal(case)
+    expected = refusal(case, device_type)
     if refused:
         complaints = tuple(_wrong_refusals(refused, len(ran), expected))
         return Verdict(case, complaints, refused=not complaints)

@@ -1,12 +1,12 @@
-"""Which calls have to be refused: a statement of its own about the backends of a CPU and the strategies."""
+"""Which calls have to be refused: a statement of its own about the backends and the strategies."""
 
 from __future__ import annotations
 
 from tests.parallel.suite.drawn import Drawn
 
 
-def refusal(case: Drawn) -> str | None:
-    """Why nothing takes the call; None for one that has to run."""
+def refusal(case: Drawn, device_type: str) -> str | None:
+    """Why nothing takes the call on devices of the type; None for one that has to run."""
     alone = case.world_size == 1 or case.kind == "cross"
     sees_a_part = case.kind == "cross" and case.world_size > 1
     ring, gather = (False, False) if alone else _between_groups(case)
@@ -22,7 +22,7 @@ def refusal(case: Drawn) -> str | None:
     if case.backend == "TORCH_SDPA":
         return _refused_by_sdpa(case, ring, gather)
     if case.backend == "FLEX_ATTENTION":
-        return _refused_by_flex(case, ring)
+        return _refused_by_flex(case, ring, device_type)
     return None
 
 
@@ -43,8 +43,8 @@ def _refused_by_sdpa(case: Drawn, ring: bool, gather: bool) -> str | None:
     return None
 
 
-def _refused_by_flex(case: Drawn, ring: bool) -> str | None:
-    if case.gradient:
+def _refused_by_flex(case: Drawn, ring: bool, device_type: str) -> str | None:
+    if case.gradient and device_type == "cpu":
         return "FLEX_ATTENTION has no backward on a CPU"
     if case.bias != "none":
         return "FLEX_ATTENTION has no additive mask"

@@ -36,12 +36,13 @@ class _StopDrawing(BaseException):
 
 @dataclass
 class Search:
-    """drawn: what is drawn from. verdicts: in the order in which the calls were drawn. failure: why it stopped early,
-    with the smallest call.
+    """drawn: what is drawn from. shrinks: whether what is wrong is made smaller, which takes many calls more. verdicts:
+    in the order in which the calls were drawn. failure: why it stopped early, with the smallest call.
     """
 
     ranks: Ranks
     drawn: SearchStrategy[tuple[Drawn, ...]] = field(default_factory=batches)
+    shrinks: bool = True
     verdicts: dict[Drawn, Verdict] = field(default_factory=dict)
     failure: AssertionError | None = None
 
@@ -58,7 +59,7 @@ class Search:
             max_examples=BATCHES_OF_A_ROUND,
             database=None,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate, *([Phase.shrink] if self.shrinks else [])),
             suppress_health_check=list(HealthCheck),
         )
         @hypothesis.given(self.drawn)
@@ -96,7 +97,8 @@ def judge_calls(ranks: Ranks, cases: Sequence[Drawn]) -> list[Verdict]:
         errors = {rank: str(outcome) for rank, outcome in enumerate(by_rank) if isinstance(outcome, Exception)}
         if errors:
             raise RanksBrokeError(_culprit(ranks.again(size), mine), errors)
-        verdicts += [judge(case, [outcomes[place] for outcomes in by_rank]) for place, case in enumerate(mine)]
+        for place, case in enumerate(mine):
+            verdicts.append(judge(case, [outcomes[place] for outcomes in by_rank], ranks.device_type))
     return verdicts
 
 
