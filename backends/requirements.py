@@ -60,7 +60,16 @@ class Requirements:
 
     def carrying(self, features: Features, *, gradient: bool = False) -> Requirements:
         """The same layer's requirements for a call with these features."""
-        return replace(self, **asdict(features), gradient=gradient)
+        return replace(
+            self,
+            mask=features.mask,
+            bias=features.bias,
+            window=features.window,
+            soft_cap=features.soft_cap,
+            sinks=features.sinks,
+            packed=features.packed,
+            gradient=gradient,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

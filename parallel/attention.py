@@ -16,7 +16,7 @@ from configs.faults import Fault
 from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
-from parallel.kernel import BackendKernel, OwnKernel, check_result, overridden, own_selection
+from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection, wrong_result
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -273,9 +273,9 @@ class Attention(torch.nn.Module):
             tied = [tensor for tensor in (key, value, metadata.sinks, metadata.bias) if tensor is not None]
             return Result(*over_nothing(query, value.shape[3], metadata.sinks, *tied))
         result = self.kernel_call(query, key, value, metadata, causal=causal, lse=lse)
-        check_result(
-            result, query, self.rules.value_head_size, lse, layer=self.name, of=f"{self.kernel} of {self.rules.backend}"
-        )
+        problem = wrong_result(result, query, self.rules.value_head_size, lse)
+        if problem is not None:
+            raise ValueError(f"{self.name}: {self.kernel} of {self.rules.backend} {problem}")
         return result
 
     def _maker(self, impl_class: type[AttentionImpl], scale: float, options: Blocks) -> Callable[[bool], AttentionImpl]:

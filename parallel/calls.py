@@ -11,7 +11,7 @@ import torch
 from backends.interface import AttentionMetadata, Features, Variant
 from backends.requirements import Requirements
 from configs.faults import Fault, FaultError
-from parallel.metadata_types import check_types
+from parallel.metadata_types import wrong_types
 from parallel.plan import ShardPlan
 from parallel.planner import RINGS, RoleCall, Way
 from parallel.transport.packing import QueryKeyValue
@@ -69,7 +69,9 @@ class CallRules:
         """Raises ValueError if the tensors do not match the layer, the plan or each other, and FaultError for what the
         backend does not take.
         """
-        check_types(self.name, metadata)
+        problem = wrong_types(metadata)
+        if problem is not None:  # a compiler makes a graph for each name that it sees handed on
+            raise ValueError(f"{self.name}: {problem}")
         self._check_tensors(query, key, value)
         self._check_devices((query, key, value), metadata)
         lengths = query.shape[1], key.shape[1]

@@ -148,23 +148,18 @@ class OwnKernel:
         return Result(self._module(query, key, value, metadata), None)
 
 
-def check_result(result: Result, query: torch.Tensor, value_size: int, lse: bool, *, layer: str, of: str) -> None:
-    """What a backend owes its caller. of: what has computed. Raises ValueError."""
+def wrong_result(result: Result, query: torch.Tensor, value_size: int, lse: bool) -> str | None:
+    """In what a backend fails its caller, to be said after its name."""
     if lse:
         found, dtype = result.lse, wide(query.dtype)
         shape = (query.shape[0], query.shape[2], query.shape[1])
         if found is None or found.shape != shape or found.dtype != dtype:
-            told = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-            raise ValueError(
-                f"{layer}: the log-sum-exp of {of} is {told}; a backend that declares lse returns {dtype} {shape}, "
-                "which is [B, H, Sq]"
-            )
+            told = "no log-sum-exp" if found is None else f"a log-sum-exp of {found.dtype} {tuple(found.shape)}"
+            return f"returned {told}; a backend that declares lse returns {dtype} {shape}, which is [B, H, Sq]"
     out, expected = result.out, (*query.shape[:3], value_size)
     if out.shape != expected or out.dtype != query.dtype:
-        raise ValueError(
-            f"{layer}: {of} returned {out.dtype} {tuple(out.shape)}; a backend returns what its query is, "
-            f"{query.dtype} {expected}"
-        )
+        return f"returned {out.dtype} {tuple(out.shape)}; a backend returns what its query is, {query.dtype} {expected}"
+    return None
 
 
 def overridden(

@@ -10,12 +10,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from backends.interface import AttentionMetadata, PackedLengths
 
 
-def check_types(layer: str, metadata: AttentionMetadata) -> None:
-    """Raises ValueError, about the layer, for a field of another type than `AttentionMetadata` says."""
+def wrong_types(metadata: AttentionMetadata) -> str | None:
+    """What is wrong with the first field that is of another type than `AttentionMetadata` says."""
     problem = _problem(metadata)
-    if problem is not None:
-        name, value, rule = problem
-        raise ValueError(f"{layer}: {name} is {value!r}; {rule}, or None")
+    if problem is None:
+        return None
+    name, value, rule = problem
+    return f"{name} is {value!r}; {rule}, or None"
 
 
 def _problem(metadata: AttentionMetadata) -> tuple[str, Any, str] | None:

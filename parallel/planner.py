@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from backends.requirements import NO_FEATURES, Features, Kind, Requirements
 from backends.selection import RejectedStrategy, Selection
@@ -43,7 +43,7 @@ class RoleCall:
     dtype: str
     causal: bool = False
     value_head_size: int | None = None
-    features: Features = NO_FEATURES
+    features: Features = field(kw_only=True)
     lse: bool = False
     gradient: bool = False
     learned_gradient: bool = False
@@ -225,7 +225,7 @@ def _planned(way: Way, selection: Selection, rejected: list[RejectedStrategy]) -
 def plan_role(role: RoleFacts, dtype: str, world_size: int, config: ParallelConfig, selector: Selector) -> Planned:
     """What a model's role gets. Raises FaultError as `choose` does."""
     return choose(
-        RoleCall(role.kind, role.heads, role.kv_heads, role.head_size, dtype),
+        RoleCall(role.kind, role.heads, role.kv_heads, role.head_size, dtype, features=NO_FEATURES),
         world_size,
         config,
         lambda required: selector.select(

@@ -1,6 +1,5 @@
 """The transport over NCCL itself, through nccl4py (`nccl.core` 0.6): sends and receives of the plan's sizes, in one
-group, on torch's current stream. Run on two H200 (nccl4py 0.6.0, NCCL 2.28.9): the same bits as torch's transport.
-`_to_all`, which gathered keys take since, has not been run on hardware.
+group, on torch's current stream. Run on H200 (nccl4py 0.6.0, NCCL 2.28.9): the same bits as torch's transport.
 
 One communicator serves all groups, since a send names its peer. It does not block: what is under way is asked for, so
 that a rank whose peers are gone raises within the mesh's timeout. After a failure the communicator is aborted.

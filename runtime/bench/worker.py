@@ -14,6 +14,7 @@ import torch.distributed as dist
 from backends.interface import AttentionMetadata
 from backends.kernels.reference import plain_attention
 from backends.registry import Registry
+from backends.requirements import NO_FEATURES
 from configs.faults import FaultError
 from parallel.attention import Attention
 from parallel.context import AttentionContext
@@ -146,6 +147,7 @@ class BenchRank(Member):
             head_size=shape.head_size,
             dtype=self.spec.dtype,
             causal=causal,
+            features=NO_FEATURES,
             skip=case.is_baseline,
         )
         selector = self._context(case).selector

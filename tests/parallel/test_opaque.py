@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape, PackedLengths, Variant
 from backends.kernels.reference import ReferenceImpl
-from backends.requirements import Features
+from backends.requirements import Features, Requirements
 from backends.variant import EVERYTHING
 from configs.schema import ParallelConfig
 from parallel import opaque
@@ -19,6 +20,7 @@ from parallel.attention import Attention
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import Stream
+from parallel.planner import RoleCall
 from tests.exact import random_qkv
 from tests.parallel.cases import Case, GlooRanks, exact, tensors_of
 from tests.parallel.cases import layer_of as sharded_layer_of
@@ -172,3 +174,11 @@ def compiled_over_ranks(mesh: Mesh, case: Case, strategy: str) -> float:
 def test_a_layer_over_ranks_can_be_compiled(gloo_ranks: GlooRanks, strategy: str, causal: bool) -> None:
     case = Case((Stream("video", 13),), causal=causal)
     assert max(gloo_ranks(2).run(compiled_over_ranks, case, strategy)) < 1e-11
+
+
+@pytest.mark.parametrize("value", [RoleCall, Requirements, Features])
+def test_what_a_graph_makes_has_plain_defaults(value: type[Any]) -> None:
+    """torch 2.11 traces no call of a function with another default."""
+    defaults = [field.default for field in fields(value) if field.default is not MISSING]
+    assert all(default is None or type(default) in (bool, int, str) for default in defaults)
+    assert all(field.default_factory is MISSING for field in fields(value))

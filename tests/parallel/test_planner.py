@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from backends.interface import Capabilities, Features, Kind, Requirements
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
+from backends.requirements import NO_FEATURES
 from backends.selection import Agreed, Choice
 from backends.selector import Selector
 from configs.faults import FaultError
@@ -28,7 +29,7 @@ def planned(
     backend = asked.pop("backend", None)
     config = AttentionConfig(default=None if backend is None else AttentionSpec(backend))
     selector = Selector(DeviceFacts("cpu"), config, Registry())
-    call = RoleCall(kind, heads, kv_heads, 64, "float32", **asked)
+    call = RoleCall(kind, heads, kv_heads, 64, "float32", **{"features": NO_FEATURES} | asked)
     return choose(call, world_size, parallel, lambda required: selector.select("role", required))
 
 
@@ -201,7 +202,7 @@ def test_kv_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
 @pytest.mark.parametrize("name", ["heads", "kv_heads", "head_size"])
 def test_sizes_that_no_layer_has_are_refused(name: str, value: Any) -> None:
-    call = replace(RoleCall("self", 8, 8, 64, "float32"), **{name: value})
+    call = replace(RoleCall("self", 8, 8, 64, "float32", features=NO_FEATURES), **{name: value})
     with pytest.raises(FaultError) as caught:
         choose(call, 2, AUTO, lambda required: pytest.fail("a backend was asked"))
     (fault,) = caught.value.faults
@@ -215,7 +216,7 @@ def test_no_kv_heads_are_a_fault_of_every_backend_and_no_division() -> None:
 
 
 def test_a_strategy_on_whose_backend_the_ranks_settled_stays() -> None:
-    call = RoleCall("self", 5, 5, 64, "float32")
+    call = RoleCall("self", 5, 5, 64, "float32", features=NO_FEATURES)
     uneven = call.required(Way("ulysses", Grid(3)))
     agreement = {("role", uneven): Agreed(Choice("REFERENCE", "plain", "backends.declared.reference.ReferenceBackend"))}
     selector = Selector(DeviceFacts("cpu"), AttentionConfig(), Registry(), agreement)
