@@ -92,6 +92,7 @@ class Attention(torch.nn.Module):
             skip=skip_sequence_parallel,
         )
         option_faults: Callable[[Requirements], Iterable[Fault]] = lambda asked: ()  # noqa: E731
+        scale: float | None = None
         if custom_attention is not None:
             if not skip_sequence_parallel:
                 raise ValueError(f"{name}: custom_attention owns its communication; pass skip_sequence_parallel=True")
@@ -134,6 +135,7 @@ class Attention(torch.nn.Module):
             way=self.way,
             required=call.required(self.way),
             variant=variant,
+            softmax_scale=scale,
             option_faults=option_faults,
             shards_rows=kind == "cross" and mesh.world_size > 1 and not skip_sequence_parallel,
             rank=mesh.rank,

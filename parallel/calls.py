@@ -22,7 +22,8 @@ class CallRules:
     """The facts of a layer that its calls have to match.
 
     required: what its backend was chosen for. option_faults: what the backend's options keep it from taking.
-    shards_rows: a local call sees this rank's rows out of a longer sequence.
+    shards_rows: a local call sees this rank's rows out of a longer sequence. softmax_scale: None if the model's own
+    module computes.
     """
 
     name: str
@@ -33,6 +34,7 @@ class CallRules:
     way: Way
     required: Requirements
     variant: Variant
+    softmax_scale: float | None
     shards_rows: bool
     option_faults: Callable[[Requirements], Iterable[Fault]]
     rank: int
@@ -45,7 +47,8 @@ class CallRules:
         heads = f"{self.call.heads}/{self.call.kv_heads} heads of {self.call.head_size}"
         served = f"{self.backend}/{self.variant.name} ({self.class_path})"
         causal = "causal, " if self.call.causal else ""
-        return f"{self.role}={served}, {causal}{heads} in {self.call.dtype}, by {self.way} {self.way.exchange}"
+        scale = f" scaled by {self.softmax_scale}" if self.softmax_scale is not None else ""
+        return f"{self.role}={served}, {causal}{heads} in {self.call.dtype}{scale}, by {self.way} {self.way.exchange}"
 
     @property
     def zigzag(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -18,6 +18,7 @@ from configs.schema import RunConfig
 from runtime.commands import Commands, ConfiguredCommand
 
 INTERRUPTED = 130
+Read = TypeVar("Read")
 
 
 def _configuration_options(command: Any) -> Any:
@@ -172,12 +173,22 @@ def bench_attention_command(
     from runtime.bench.grid import parse_plans, parse_shapes, unused_settings
 
     faults = unused_settings(overrides)
-    if faults:
+    of_shapes = _or_faults(lambda: parse_shapes(shapes), faults)
+    of_plans = _or_faults(lambda: parse_plans(plans), faults)
+    composed = _or_faults(lambda: _compose_without_prompt([*overrides, *flags], config, None), faults)
+    if faults or of_shapes is None or of_plans is None or composed is None:
         raise FaultError(faults)
-    asked = Experiment(parse_shapes(shapes), parse_plans(plans), backends, rounds, causal)
-    composed = _compose_without_prompt([*overrides, *flags], config, None)
-    folder = bench_attention(composed, asked)
+    folder = bench_attention(composed, Experiment(of_shapes, of_plans, backends, rounds, causal))
     click.echo(f"\nThe figures are in {folder}")
+
+
+def _or_faults(read: Callable[[], Read], faults: list[Fault]) -> Read | None:
+    """What is read, or None; then its faults join the others, to be told together."""
+    try:
+        return read()
+    except FaultError as error:
+        faults.extend(error.faults)
+        return None
 
 
 def _compose_without_prompt(arguments: Sequence[str], file: Path | None, prompt: str | None) -> RunConfig:

@@ -95,6 +95,12 @@ class _Recorder:
         failure = None if error is None else failure_of(error)
         self.folder.write_bench(record(status, self._facts, self.results.rows(), failure))
 
+    def show(self) -> None:
+        """The table, once there is something in it."""
+        rows = () if self.results is None else self.results.rows()
+        if any(row.outcome != "pending" for row in rows):
+            sys.stdout.write("".join(f"{line}\n" for line in lines_of(rows)))
+
 
 def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKER) -> Path:
     """Run the grid; returns the run folder, which has bench.json and bench.png. worker: dotted path of the class that
@@ -124,6 +130,7 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
             with signals_held():
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
                 recorder.write("interrupted" if stopped else "failed", error)
+                recorder.show()
             raise
         finally:
             live.close()
@@ -142,7 +149,7 @@ def _concluded(recorder: _Recorder, results: Results) -> Path:
     bad = wrong(rows)
     error = WrongResultError(tuple(f"{row.case}: {row.why}" for row in bad)) if bad else None
     recorder.write("failed" if bad else "done", error)
-    sys.stdout.write("".join(f"{line}\n" for line in lines_of(rows)))
+    recorder.show()
     plot(rows, recorder.folder.path / "bench.png")
     if error is not None:
         raise error

@@ -17,7 +17,8 @@ ROLE = "self"
 KERNEL = "kernel"
 """The plan of a baseline: one rank's kernel, without an exchange."""
 _SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){3,4}")
-_PLAN = re.compile(r"(?P<ulysses>[1-9]\d*)x(?P<ring>[1-9]\d*)(:(?P<strategy>ring|gather_kv))?")
+_PLAN = re.compile(r"(?P<ulysses>[1-9]\d*)x(?P<ring>[1-9]\d*)(:(?P<strategy>\w+))?")
+_BETWEEN_GROUPS = ("ring", "gather_kv")
 _OF_PLANS = ("parallel.strategy", "parallel.ulysses", "parallel.ring")
 _OF_VIDEOS = ("generate", "model", "run.outputs", "run.save_latents")
 
@@ -88,7 +89,12 @@ def parse_plans(text: str) -> dict[str, ParallelConfig]:
     found, faults = {}, []
     for word in _words(text):
         degrees = _PLAN.fullmatch(word)
-        if degrees is not None:
+        if degrees is not None and degrees["strategy"] not in (None, *_BETWEEN_GROUPS):
+            rule = f"degrees go with {' or '.join(_BETWEEN_GROUPS)}, which moves keys between the Ulysses groups"
+            plain = word.partition(":")[0]
+            remedy = f"write {plain} or {plain}:gather_kv"
+            faults.append(Fault("--plans", word, rule, remedy, _BETWEEN_GROUPS))
+        elif degrees is not None:
             strategy = degrees["strategy"] or AUTO
             found[word] = ParallelConfig(ulysses=int(degrees["ulysses"]), ring=int(degrees["ring"]), strategy=strategy)
         elif word in STRATEGIES:

@@ -30,12 +30,13 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Asked:
-    """A call of one rank. change: of Q, K and V."""
+    """A call of one rank. change: of Q, K and V. scale: of the softmax; None for the layer's own."""
 
     case: Case = USUAL
     strategy: str = "ulysses"
     change: str = ""
     lse: bool = False
+    scale: float | None = None
 
 
 CHANGES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
@@ -58,7 +59,7 @@ CHANGES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
 
 def call(mesh: Mesh, asked: Asked, layer: Attention | None = None, plan: ShardPlan | None = None) -> float:
     """The largest difference from the whole answer."""
-    layer = layer or layer_of(mesh, asked.case, STRATEGIES[asked.strategy], lse=True)
+    layer = layer or layer_of(mesh, asked.case, STRATEGIES[asked.strategy], lse=True, softmax_scale=asked.scale)
     plan = plan or layer.plan_of(*asked.case.streams)
     held = plan.shares[mesh.rank].query_rows
     query, key, value = CHANGES[asked.change]([take(tensor, held) for tensor in tensors_of(asked.case)])
@@ -106,6 +107,7 @@ OTHER = {
     "other heads": (Asked(replace(USUAL, heads=4, kv_heads=4)), "plan: rank 0 has video 8; 6/6 heads by "),
     "a mask": (Asked(replace(USUAL, carried=("full",))), "carried: rank 0 has nothing, rank 1 has full mask"),
     "gradients": (Asked(change="gradients"), "carried: rank 0 has nothing, rank 1 has nothing, with gradients"),
+    "another scale": (Asked(scale=0.5), "scaled by 0.5, by "),
     "log-sum-exps": (Asked(lse=True), "carried: rank 0 has nothing, rank 1 has nothing, with log-sum-exps"),
 }
 

@@ -18,15 +18,16 @@ from backends.registry import Registry
 from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, ParallelConfig, RunConfig
-from parallel.events import Event
+from parallel.events import Event, Phase
 from runtime.bench.attention import Experiment, bench_attention
 from runtime.bench.grid import Shape, cases_of, parse_backends, parse_plans, parse_shapes, unused_settings
 from runtime.bench.results import Checked, Refused, Report, Results, RoundDone
 from runtime.bench.spec import BenchSpec
 from runtime.bench.table import lines_of
 from runtime.bench.worker import BenchRank
-from runtime.errors import WrongResultError
+from runtime.errors import RankError, WrongResultError
 from runtime.setup import RankSpec
+from runtime.step_meter import DONE
 from tests.runtime.command import raylysses
 from tests.runtime.report_values import check_schema
 
@@ -58,6 +59,16 @@ class SwappedPathRank(BenchRank):
         yield from super().bench(spec, asked)
 
 
+class OneShapeRank(BenchRank):
+    """Ends with an error after the first shape."""
+
+    def bench(self, spec: RankSpec, asked: BenchSpec) -> Iterator[Event | Report]:
+        for event in super().bench(spec, asked):
+            yield event
+            if isinstance(event, Phase) and event.name == DONE and event.request == 0:
+                raise RuntimeError("no room for the second shape")
+
+
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 
@@ -80,6 +91,11 @@ def test_shapes_and_plans_are_read() -> None:
             ("--plans", "ulises"),
             "--plans=ulises: is no plan: a strategy, or degrees of Ulysses x ring; did you mean",
         ),
+        (
+            ("--plans", "2x2:local"),
+            "--plans=2x2:local: degrees go with ring or gather_kv, which moves keys between the Ulysses groups; "
+            "write 2x2 or 2x2:gather_kv",
+        ),
         (("--backends", "TORCH_SPDA"), "--backends=TORCH_SPDA: no backend has that name; did you mean TORCH_SDPA?"),
         (("--backends", "REFERENCE", "attention.default=TORCH_SDPA"), "attention.default: nothing would use it"),
         (("parallel.strategy=ring",), "parallel.strategy=ring: the plans are given with --plans"),
@@ -92,6 +108,15 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(words: tuple[str
 
     assert outcome.code == 2
     assert outcome.err.startswith(f"error: {told}")
+
+
+def test_faults_of_shapes_plans_and_settings_are_told_together() -> None:
+    outcome = raylysses(
+        "bench", "attention", "--shapes", "1x2x3", "--plans", "rink", "generate.steps=2", "parallel.world_sice=2"
+    )
+    assert outcome.code == 2
+    for told in ("--shapes=1x2x3", "--plans=rink", "generate.steps=2", "parallel.world_sice"):
+        assert told in outcome.err
 
 
 def test_without_names_the_settings_say_which_backend() -> None:
@@ -216,6 +241,20 @@ def test_a_wrong_result_is_named_and_not_timed(tmp_path: Path, capsys: pytest.Ca
     table = capsys.readouterr().out
     assert "degrees of 2x2 do not make up 3 ranks" in table
     assert (tmp_path / "run" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_bench_that_breaks_off_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Experiment(parse_shapes("1x6x6x16,1x7x6x16"), parse_plans("ulysses"), "REFERENCE", 1, False)
+    with pytest.raises(RankError, match="the second shape"):
+        bench_attention(composed(tmp_path / "run", 2), asked, worker=f"{__name__}.OneShapeRank")
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {(line[0], line[1]): line for line in lines if line[0].startswith("1x")}
+    assert rows["1x6x6x16", "ulysses"][3:5] == ["(plain)", "ulysses"]
+    assert "pending" in rows["1x7x6x16", "ulysses"]
+    assert recorded(tmp_path / "run")["status"] == "failed"
 
 
 @pytest.mark.ray
