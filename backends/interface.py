@@ -105,7 +105,7 @@ class AttentionImpl(ABC):
     Three phases, after `load` has imported what it needs: `prepare` once, on the device; `plan` once for each shape;
     `forward` for each call. Tensors are [B, S, H, D]: query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv];
     the result is [B, Sq, H, Dv] in the query's dtype. Query head i reads KV head i // (H / Hkv). Rows that may look at
-    nothing return zeros.
+    nothing return zeros. There is at least one sample, one query and one key: the layer answers other calls itself.
 
     alignment: the layer copies query, key and value if need be, so that the elements of a row lie one after another and
     rows begin at multiples of so many bytes, as kernels load them. 1: the implementation takes any strides.

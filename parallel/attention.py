@@ -22,7 +22,7 @@ from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
 from parallel.rows import rows
 from parallel.strategies.sharded import Attended, sharded_attention
-from parallel.strategies.work import Result, over_nothing
+from parallel.strategies.work import Result
 from parallel.transport.errors import ExchangeError
 from parallel.transport.packing import QueryKeyValue
 
@@ -232,7 +232,7 @@ class Attention(torch.nn.Module):
             except ExchangeError as error:
                 error.layer = self.name
                 raise
-        if not self._reported and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self._reported:  # in this order, or it is part of a graph
             self._report(query, attended)
         return attended
 
@@ -271,9 +271,6 @@ class Attention(torch.nn.Module):
         causal: bool,
         lse: bool,
     ) -> Result:
-        if not query.numel() or not key.numel():  # kernels need not take those
-            tied = [tensor for tensor in (key, value, metadata.sinks, metadata.bias) if tensor is not None]
-            return Result(*over_nothing(query, value.shape[3], metadata.sinks, *tied))
         result = self.kernel_call(query, key, value, metadata, causal=causal, lse=lse)
         problem = wrong_result(result, query, self.rules.value_head_size, lse)
         if problem is not None:

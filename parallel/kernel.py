@@ -16,7 +16,7 @@ from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig
 from parallel.merge import wide
 from parallel.opaque import Opaque
-from parallel.strategies.work import Result
+from parallel.strategies.work import Result, over_nothing
 
 CUSTOM = "custom_attention"
 PLANS_KEPT = 32
@@ -52,6 +52,10 @@ class BackendKernel:
         causal: bool,
         lse: bool,
     ) -> Result:
+        if not query.numel() or not key.numel():  # implementations need not take those
+            tied = [tensor for tensor in (key, value, metadata.sinks, metadata.bias) if tensor is not None]
+            out, of_nothing = over_nothing(query, value.shape[3], metadata.sinks, *tied)
+            return Result(out, of_nothing if lse else None)
         if torch.compiler.is_compiling() and self._opaque is not None and not lse:
             return Result(self._opaque(query, key, value, metadata), None)
         if lse:
@@ -116,11 +120,12 @@ def aligned(tensor: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _begins(tensor: torch.Tensor, step: int) -> bool:
-    """Whether the tensor begins at a multiple of so many bytes from where its memory begins. A compiler cannot ask for
-    that: there, rows that lie one after another are taken to, and parts of longer rows are not.
+    """Whether the tensor begins at a multiple of so many bytes from where its memory begins. In a graph nothing tells:
+    there, what is without gaps is taken to (as is what a graph computes and what models pass), and parts of more are
+    not.
     """
     if torch.compiler.is_compiling():
-        return tensor.is_contiguous() or tensor.shape[-1] in tensor.stride()
+        return tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous()
     return tensor.storage_offset() * tensor.element_size() % step == 0
 
 

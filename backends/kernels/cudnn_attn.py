@@ -16,6 +16,11 @@ from backends.kernels.torch_sdpa import TorchSdpaImpl
 
 
 class CudnnAttnImpl(TorchSdpaImpl):
+    by_cudnn = True
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing: every call is cuDNN's."""
+
     @property
     def _plain(self) -> ReferenceImpl:
         return ReferenceImpl(softmax_scale=self.softmax_scale, causal=self.causal)
@@ -32,7 +37,7 @@ class CudnnAttnImpl(TorchSdpaImpl):
         metadata: AttentionMetadata,
         plan: Any = None,
     ) -> torch.Tensor:
-        if key.shape[1] <= 1:
+        if key.shape[1] == 1:
             return self._plain.forward(query, key, value, metadata)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super().forward(query, key, value, metadata)
@@ -46,7 +51,7 @@ class CudnnAttnImpl(TorchSdpaImpl):
         plan: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """By the operator that torch's own dispatch ends in, which alone returns the log-sum-exp."""
-        if key.shape[1] <= 1:
+        if key.shape[1] == 1:
             return self._plain.forward_with_lse(query, key, value, metadata)
         mask, added = self._masks(query, key, metadata)
         if added is not None and added.dtype == torch.bool:

@@ -1,8 +1,9 @@
-"""Lengths for which the gradients of cuDNN's attention on Hopper are no numbers, and how calls get around them.
+"""Lengths for which the gradients of cuDNN's attention are no numbers, and how calls get around them.
 
 Rows that see nothing, or whose log-sum-exp is below -88, overflow in its backward pass if the last tile of 128 keys is
 half full (pytorch/pytorch#196678), or if a single query meets a multiple of 64 keys (NVIDIA/cudnn-frontend#1072). Both
-were seen with cuDNN 9.19 on an H200, and no other remainder of the keys.
+were seen with cuDNN 9.19 on an H200, with masks and without, for no other remainder of the keys, and not in calls that
+are causal by themselves.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ def breaks_backward(rows: int, keys: int) -> bool:
     return keys % (2 * TILE) == TILE or (rows == 1 and keys % TILE == 0)
 
 
-def differentiated_by_cudnn(*tensors: torch.Tensor) -> bool:
-    """Whether a backward pass may follow, and cuDNN may serve it: it takes narrow dtypes."""
-    narrow = tensors[0].is_cuda and tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return narrow and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def chosen_by_torch(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch by itself may take cuDNN's kernel: for narrow dtypes, from Hopper on."""
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return narrow and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def differentiated(*tensors: torch.Tensor) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def lengthened(

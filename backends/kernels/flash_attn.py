@@ -11,7 +11,7 @@ import torch
 
 from backends.interface import AttentionMetadata, CallShape
 from backends.kernels.packages import FlashImpl, first, imported
-from backends.kernels.ragged import PlacedCall, RaggedImpl, nothing, nothing_with_lse
+from backends.kernels.ragged import PlacedCall, RaggedImpl, nothing_with_lse
 
 FP8 = torch.float8_e4m3fn
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,8 +46,6 @@ class FlashPackedImpl(RaggedImpl, FlashImpl):
     ) -> torch.Tensor:
         if metadata.packed is not None:
             return RaggedImpl.forward(self, query, key, value, metadata, plan)
-        if not query.numel() or not key.numel():
-            return nothing(query, value)
         tensors, scales = self.inputs(query, key, value)
         return first(imported(self.path)(*tensors, **scales, **self.settings(metadata)))
 
@@ -71,8 +69,6 @@ class FlashPackedImpl(RaggedImpl, FlashImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         asked = {**self.settings(metadata), self.lse_switch: True}
         if metadata.packed is None:
-            if not query.numel() or not key.numel():
-                return nothing_with_lse(query, value)
             tensors, scales = self.inputs(query, key, value)
             out, lse, *_ = imported(self.path)(*tensors, **scales, **asked)
             return out, _none_is_minus_infinity(lse)

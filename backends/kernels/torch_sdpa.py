@@ -8,11 +8,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.interface import AttentionImpl, AttentionMetadata
-from backends.kernels.cudnn_tiles import breaks_backward, differentiated_by_cudnn, lengthened
+from backends.kernels.cudnn_tiles import breaks_backward, chosen_by_torch, differentiated, lengthened
 from backends.kernels.masking import causal_mask, whole_mask, zero_blind_rows
 
 
 class TorchSdpaImpl(AttentionImpl):
+    """by_cudnn: whether cuDNN may compute; not before `prepare`."""
+
+    by_cudnn = False
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.by_cudnn = chosen_by_torch(device, dtype)
+
     @property
     def kernel(self) -> str:
         return "torch.nn.functional.scaled_dot_product_attention"
@@ -27,8 +34,8 @@ class TorchSdpaImpl(AttentionImpl):
     ) -> torch.Tensor:
         mask, added = self._masks(query, key, metadata)
         plain_causal = self.causal and added is None
-        breaks = breaks_backward(query.shape[1], key.shape[1]) and not plain_causal
-        if breaks and differentiated_by_cudnn(query, key, value):  # on Hopper it is torch's own choice, too
+        learns = self.by_cudnn and not plain_causal and differentiated(query, key, value)
+        if learns and breaks_backward(query.shape[1], key.shape[1]):
             key, value, added = lengthened(key, value, added)
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -37,7 +44,7 @@ class TorchSdpaImpl(AttentionImpl):
             attn_mask=added,
             is_causal=plain_causal,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=True if query.shape[2] != key.shape[2] else False,  # noqa: SIM210  # graphs compare to no bool
         )
         return zero_blind_rows(out.transpose(1, 2), mask)
 

@@ -76,12 +76,12 @@ def _rotated(held: HeldKeys, work: Work) -> Iterator[Block]:
         if step == ring - 1:
             yield source, key, value
             return
-        expected = len(plan.shares[group[(source - 1) % ring]].keys) * batch * 2 * kv_heads * size
-        rotation = work.transport.rotate(message, expected, plan)
+        rows = len(plan.shares[group[(source - 1) % ring]].keys)
+        rotation = work.transport.rotate(message, rows * batch * 2 * kv_heads * size, plan)
         yield source, key, value
         message = rotation.wait()
         del rotation  # and what was sent
-        key, value = unpack_keys(message, batch, kv_heads, size)
+        key, value = unpack_keys(message, rows, batch, kv_heads, size)
 
 
 def _gathered(held: HeldKeys, work: Work) -> Iterator[Block]:

@@ -123,7 +123,7 @@ def over_nothing(
     """Output and log-sum-exp of a query over no keys, or of no query. others: what they depend on as well."""
     out, lse = nothing(query, value_size)
     if sinks is not None:
-        lse = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+        lse = sinks.to(lse.dtype)[None, :, None].expand_as(lse).clone()
     return reaching(out, query, *others).to(query.dtype), reaching(lse, query, *others)
 
 

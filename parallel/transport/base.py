@@ -150,7 +150,8 @@ class Transport(ABC):
         batch, _, kv_heads, size = key.shape
         counts = plan.gather_keys(self.mesh.rank).times(batch * size)
         received = self._exchange("gather_keys", pack_keys(key, value), counts, self._ring(plan), to_all=True)
-        return unpack_keys(received, batch, kv_heads, size)
+        rows = sum(len(plan.shares[other].keys) for other in plan.grid.ring_group(self.mesh.rank))
+        return unpack_keys(received, rows, batch, kv_heads, size)
 
     def rotate(self, message: torch.Tensor, receives: int, plan: ShardPlan) -> Rotation:
         """Send a message to the next place of my ring, and receive one of so many elements from the previous one. It

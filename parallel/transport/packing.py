@@ -99,8 +99,9 @@ def pack_keys(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat((key, value), dim=2).transpose(0, 1).contiguous().view(-1)
 
 
-def unpack_keys(message: torch.Tensor, batch: int, kv_heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a message, as views."""
-    width = batch * 2 * kv_heads * size
-    both = message.view(message.numel() // width if width else 0, batch, 2 * kv_heads, size).transpose(0, 1)
+def unpack_keys(
+    message: torch.Tensor, rows: int, batch: int, kv_heads: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a message of so many rows, as views."""
+    both = message.view(rows, batch, 2 * kv_heads, size).transpose(0, 1)
     return both[:, :, :kv_heads], both[:, :, kv_heads:]

@@ -126,11 +126,6 @@ def test_v_may_have_another_head_size() -> None:
     check((query, key, value), AttentionMetadata(mask_of("full", 2, 4, 20, 30)))
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(0, 7), (7, 0)])
-def test_no_rows_and_no_keys(rows: int, keys: int) -> None:
-    check(random_qkv(2, rows, keys, 4, 4, 16, torch.float32), causal=True)
-
-
 def test_the_layout_in_memory_is_no_matter() -> None:
     qkv = random_qkv(2, 31, 31, 4, 2, 16, torch.float32)
     check(tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv), causal=True)  # type: ignore[arg-type]

@@ -336,6 +336,26 @@ def test_the_lengths_that_break_gradients_of_cudnn() -> None:
     assert not any(breaks_backward(rows, keys + LONGER) for rows, keys in breaking)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "chosen"),
+    [
+        ("cuda:0", torch.bfloat16, (9, 0), True),
+        ("cuda:0", torch.float16, (10, 0), True),
+        ("cuda:0", torch.float32, (9, 0), False),
+        ("cuda:0", torch.bfloat16, (8, 0), False),
+        ("cpu", torch.bfloat16, (9, 0), False),
+    ],
+)
+def test_where_torch_may_choose_cudnn(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for kernel, expected in ((TorchSdpaImpl, chosen), (CudnnAttnImpl, True)):
+        impl = kernel(softmax_scale=SCALE, causal=False)
+        impl.prepare(torch.device(device), dtype)
+        assert impl.by_cudnn is expected
+
+
 @pytest.mark.parametrize("carried", ["nothing", "mask", "bias", "learned bias"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_more_change_nothing(carried: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,14 +367,27 @@ def test_keys_more_change_nothing(carried: str, causal: bool, monkeypatch: pytes
     bias = torch.randn(1, 4, keys, keys, generator=generator, dtype=torch.float64)
     metadata = AttentionMetadata(mask if carried == "mask" else None, bias=bias if "bias" in carried else None)
     upstream = torch.randn(2, keys, 4, 16, generator=generator, dtype=torch.float64)
+    seen: list[int] = []
+    real = torch_sdpa.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(key.shape[2])
+        return real(query, key, value, **options)
+
+    monkeypatch.setattr(torch_sdpa, "scaled_dot_product_attention", watched)
     found = []
-    for detour in (False, True):
-        monkeypatch.setattr(torch_sdpa, "differentiated_by_cudnn", lambda *_, detour=detour: detour)
+    for by_cudnn in (False, True):
+        impl = TorchSdpaImpl(softmax_scale=SCALE, causal=causal)
+        impl.by_cudnn = by_cudnn
         inputs = [tensor.requires_grad_() for tensor in random_qkv(2, keys, keys, 4, 2, 16, torch.float64)]
         learned = [bias.detach().requires_grad_()] if carried == "learned bias" else []
         call = replace(metadata, bias=learned[0]) if learned else metadata
-        out = TorchSdpaImpl(softmax_scale=SCALE, causal=causal).forward(*inputs, call)
+        out = impl.forward(*inputs, call)
         found.append((out.detach(), *torch.autograd.grad(out, [*inputs, *learned], upstream)))
+        with torch.no_grad():
+            impl.forward(*inputs, call)
     for plain, longer in zip(*found, strict=True):
         assert plain.shape == longer.shape
         assert relative_error(longer, plain) < 1e-12
+    plain_causal = causal and carried == "nothing"
+    assert seen == [keys, keys, keys if plain_causal else keys + LONGER, keys]

@@ -123,14 +123,6 @@ def test_fp4_has_no_other_scale_than_that_of_the_head_size() -> None:
 
 
 @pytest.mark.parametrize("kernel", [SageAttnImpl, SageAttn3Impl])
-@pytest.mark.parametrize(("rows", "keys"), [(0, 64), (7, 0)])
-def test_no_rows_and_no_keys_reach_no_kernel(kernel: Any, rows: int, keys: int) -> None:
-    out = run(kernel, random_qkv(2, rows, keys, 4, 4, 64, torch.bfloat16))
-    assert torch.equal(out, torch.zeros(2, rows, 4, 64, dtype=torch.bfloat16))
-    assert CALLS == []
-
-
-@pytest.mark.parametrize("kernel", [SageAttnImpl, SageAttn3Impl])
 def test_a_missing_package_is_an_import_error_when_it_is_loaded(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, sageattention=None, sageattention__core=None, sageattn3=None)
     with pytest.raises(ImportError):

@@ -43,11 +43,13 @@ def test_what_begins_between_is_copied_and_what_no_copy_mends_is_not() -> None:
     assert aligned(odd, 16) is odd
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "parts of rows"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "parts of rows", "some heads of more"])
 def test_in_a_graph_rows_begin_where_a_kernel_can_load_them(layout: Any) -> None:
     whole = torch.arange(2 * 5 * 3 * 16, dtype=torch.bfloat16).reshape(2, 5, 3, 16)
     if layout == "parts of rows":
         view = torch.zeros(2, 5, 3, 32, dtype=torch.bfloat16)[..., 4:20].copy_(whole)
+    elif layout == "some heads of more":
+        view = torch.zeros(2, 5, 4 * 16, dtype=torch.bfloat16)[..., 4:52].unflatten(-1, (3, 16)).copy_(whole)
     else:
         _, view = laid_out(whole, layout)
     traced = torch.compile(lambda tensor: aligned(tensor, 16), fullgraph=True, backend="eager")
@@ -88,6 +90,34 @@ def test_no_kernel_gets_a_call_without_rows(batch: int, rows: int, keys: int, mo
     gradients = torch.autograd.grad(out.sum() + lse.sum(), learned)
     assert torch.equal(gradients[3], torch.full((4,), float(batch * rows)))
     assert not any(gradient.any() for gradient in gradients[:3])
+    with torch.no_grad():
+        _, lse = layer.forward_with_lse(*learned[:3], AttentionMetadata(sinks=learned[3]))
+        kept = learned[3].clone()
+        lse.add_(7)  # it is the caller's
+        assert torch.equal(learned[3], kept)
+
+
+class OwnModule(torch.nn.Module):
+    """Has rows of its own to add, whatever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any) -> torch.Tensor:
+        self.calls += 1
+        return query + self.weight
+
+
+def test_a_models_own_module_gets_every_call() -> None:
+    """It may have peers that wait for it."""
+    module = OwnModule()
+    layer = layer_with(context_of(), 3, 8, custom_attention=module, skip_sequence_parallel=True)
+    nothing = torch.zeros(1, 0, 3, 8)
+    assert layer(nothing, nothing, nothing).requires_grad
+    assert torch.equal(layer(torch.zeros(1, 2, 3, 8), nothing, nothing), torch.ones(1, 2, 3, 8))
+    assert module.calls == 2
 
 
 @pytest.mark.parametrize("lse", [False, True])

@@ -24,7 +24,7 @@ from parallel.planner import RoleCall
 from tests.exact import random_qkv
 from tests.parallel.cases import Case, GlooRanks, exact, tensors_of
 from tests.parallel.cases import layer_of as sharded_layer_of
-from tests.parallel.layers import context_of
+from tests.parallel.layers import context_of, layer_with
 
 HEADS, SIZE = 4, 16
 
@@ -111,6 +111,30 @@ def test_equal_layers_share_a_graph() -> None:
     compiled = [torch.compile(block, fullgraph=True, backend=counter) for block in blocks]
     for block, each in zip(blocks, compiled, strict=True):
         assert torch.equal(each(*qkv()), block(*qkv()))
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_a_layer_that_ran_before_shares_its_graph() -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    layers = [layer_of(), layer_of()]
+    layers[0](*qkv())
+    for layer in layers:
+        torch.compile(layer, fullgraph=True, backend=counter)(*qkv())
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "REFERENCE"])
+def test_one_graph_is_for_any_length(backend: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+    layer = layer_with(context_of(backend=backend), HEADS, SIZE)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (5, 7, 64, 192):
+        qkv = random_qkv(2, rows, rows, HEADS, HEADS, SIZE, torch.float32)
+        assert torch.allclose(compiled(*qkv), layer(*qkv), atol=1e-6)
     assert counter.frame_count == 1
 
 

@@ -13,7 +13,7 @@ from tests.parallel.suite.drawn import Drawn
 BATCH = 24
 KERNELS = ("FLASH_ATTN", "CUDNN_ATTN", "TORCH_SDPA")
 BACKENDS = (*KERNELS * 3, "REFERENCE", None)
-LENGTHS = (17, 5, 63, 128, 129, 300, 1025, 2, 1, 0)
+LENGTHS = (17, 5, 63, 64, 128, 129, 192, 300, 1025, 2, 1, 0)
 
 
 @st.composite
