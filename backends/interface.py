@@ -124,8 +124,11 @@ class AttentionImpl(ABC):
         """The dotted name of the callable that `forward` calls, for the report."""
 
     @classmethod
-    def load(cls) -> None:
-        """Import the kernel's package. Raises what the import raises, if it is missing or broken."""
+    def load(cls, options: Blocks = ()) -> None:
+        """Import the kernel's package. Raises what the import raises, if it is missing or broken.
+
+        options: those that are set, which may say what to import.
+        """
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate what every call uses."""
@@ -162,7 +165,7 @@ class AttentionImpl(ABC):
         raise TypeError(f"{self.kernel} returns no log-sum-exp: use a backend that declares lse, such as REFERENCE")
 
 
-Probe = Callable[["type[AttentionBackend]", Variant], Iterable[Fault]]
+Probe = Callable[["type[AttentionBackend]", Variant, Blocks], Iterable[Fault]]
 """Whether a variant's package can be imported here, which a declaration cannot know (`backends.probe`)."""
 
 
@@ -215,7 +218,7 @@ class AttentionBackend(ABC):
         for variant in built:  # another chip's variant has nothing to say
             faults = (*variant.faults(required, device), *cls.option_faults(variant, required, blocks))
             if not faults and probe is not None:
-                faults = tuple(probe(cls, variant))
+                faults = tuple(probe(cls, variant, blocks))
             if not faults:
                 return Validation(variant)
             refused.append((variant, faults))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from backends.interface import AttentionBackend, Variant
+from backends.options import Blocks
 from backends.variant import USE_ANOTHER
 from configs.faults import Fault, FaultError
 
@@ -13,12 +14,12 @@ _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeE
 
 
 @functools.cache
-def import_faults(backend: type[AttentionBackend], variant: Variant) -> tuple[Fault, ...]:
+def import_faults(backend: type[AttentionBackend], variant: Variant, options: Blocks = ()) -> tuple[Fault, ...]:
     """The fault of a kernel that is installed and cannot be imported; asked once for each, as imports are. A kernel
-    that knows more about it raises a FaultError of its own.
+    that knows more about it raises a FaultError of its own. options: those that are set.
     """
     try:
-        backend.get_impl_cls(variant).load()
+        backend.get_impl_cls(variant).load(options)
     except FaultError as error:
         return error.faults
     except _BROKEN as error:

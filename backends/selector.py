@@ -120,7 +120,7 @@ class Selector:
                 continue
             faults = (*variant.faults(required, self.device), *backend.option_faults(variant, required, blocks))
             if not faults and self._probe is not None:
-                faults = tuple(self._probe(backend, variant))
+                faults = tuple(self._probe(backend, variant, blocks))
             if faults:
                 rejected.append(Rejected(name, faults, variant.name))
             else:

@@ -20,7 +20,7 @@ STRATEGIES = (AUTO, "local", "ulysses", "ring", "gather_kv")
 EXCHANGE_DTYPES = ("same", "fp8")
 TRANSPORTS = (AUTO, "torch", "nccl")
 BLOCKS = ("quant", "skip_softmax", "options")
-"""The option blocks of a choice; `options` is for backends of others."""
+"""The option blocks of a choice; `options` is for what one backend alone has, and for backends of others."""
 
 
 @dataclass(frozen=True)

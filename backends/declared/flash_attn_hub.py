@@ -8,11 +8,32 @@ sizes 64, 96, 128, 192 and 256 and everything switched on (flash_attn_config.py)
 fewer KV heads, the log-sum-exp and gradients are claimed. Not run on hardware.
 """
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from backends.interface import AttentionBackend, Capabilities, HeadSizes, Variant
+from backends.options import option
+from configs.checks import Refusal, text
 
 _IMPL = "backends.kernels.flash_attn_hub"
 _PACKAGE = "kernels"
 _LEAST = "0.16.1"  # what was read; its `get_kernel` asks for a version, as that of 0.17.2 does
+
+
+def _commit(value: Any, source: str) -> Any:
+    checked = text()(value, source)
+    if isinstance(checked, Refusal) or re.fullmatch("[0-9a-f]{40}", checked):
+        return checked
+    return Refusal("takes a commit, since branches move", "give its 40 hexadecimal digits, as the report does")
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """revision: the commit of the kernel's repository to run; without one, what the version's branch leads to."""
+
+    revision: str | None = option(_commit)
 
 
 def _variant(name: str, impl: str, head_sizes: HeadSizes, *chips: str) -> Variant:
@@ -36,6 +57,7 @@ def _variant(name: str, impl: str, head_sizes: HeadSizes, *chips: str) -> Varian
 
 
 class FlashAttnHubBackend(AttentionBackend):
+    blocks: ClassVar[Mapping[str, type]] = {"options": HubOptions}
     variants = (_variant("flash-attn2", "HubFlashAttn2Impl", HeadSizes(8, 256), "cuda:8.x", "cuda:9.x"),)
 
     @staticmethod
@@ -44,6 +66,7 @@ class FlashAttnHubBackend(AttentionBackend):
 
 
 class FlashAttn3HubBackend(AttentionBackend):
+    blocks: ClassVar[Mapping[str, type]] = {"options": HubOptions}
     variants = (_variant("flash-attn3", "HubFlashAttn3Impl", HeadSizes(0, None, (64, 96, 128, 192, 256)), "cuda:9.0"),)
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch
 from backends.interface import AttentionMetadata, CallShape
 from backends.kernels.packages import FlashImpl, first, imported
 from backends.kernels.ragged import PlacedCall, RaggedImpl, nothing_with_lse
+from backends.options import Blocks
 
 FP8 = torch.float8_e4m3fn
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,8 +30,8 @@ class FlashPackedImpl(RaggedImpl, FlashImpl):
     lse_switch: ClassVar[str]
 
     @classmethod
-    def load(cls) -> None:
-        super().load()
+    def load(cls, options: Blocks = ()) -> None:
+        super().load(options)
         imported(cls.ragged)
 
     def plan(self, shape: CallShape) -> PlacedCall | None:

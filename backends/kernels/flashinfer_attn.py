@@ -18,6 +18,7 @@ from backends.kernels.masking import blind_lse, whole_mask, zero_blind_rows
 from backends.kernels.packages import imported
 from backends.kernels.ragged import RaggedCall, nothing_with_lse, offsets, shape_of
 from backends.kernels.workspaces import Place, Recent, Workspace, place_of
+from backends.options import Blocks
 from backends.requirements import Features
 
 _MASK_LIMIT = (1 << 31) - 1
@@ -111,7 +112,7 @@ class FlashinferImpl(AttentionImpl):
         return f"{_WRAPPER}[{self.backend}]"
 
     @classmethod
-    def load(cls) -> None:
+    def load(cls, options: Blocks = ()) -> None:
         imported(_WRAPPER)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from backends.interface import AttentionImpl, AttentionMetadata
+from backends.options import Blocks
 
 
 @functools.cache
@@ -34,7 +35,7 @@ class PackageImpl(AttentionImpl):
         return self.path
 
     @classmethod
-    def load(cls) -> None:
+    def load(cls, options: Blocks = ()) -> None:
         imported(cls.path)
 
 

@@ -27,7 +27,7 @@ class SageAttnImpl(PackageImpl):
     path = "sageattention.core.sageattn"
 
     @classmethod
-    def load(cls) -> None:
+    def load(cls, options: Blocks = ()) -> None:
         if "smooth_k" not in inspect.signature(imported(cls.path)).parameters:
             raise ImportError("this sageattention is not version 1: pip install sageattention==1.0.6")
 

@@ -10,6 +10,7 @@ from backends.interface import AttentionMetadata, CallShape
 from backends.kernels.packages import PackageImpl, imported
 from backends.kernels.ragged import PlacedCall, RaggedCall, RaggedImpl
 from backends.kernels.workspaces import Workspace
+from backends.options import Blocks
 from backends.skip_softmax import LayerSkip
 
 _WORKSPACE = Workspace(128 << 20)
@@ -29,8 +30,8 @@ class TrtllmAttnImpl(RaggedImpl, PackageImpl):
     path = "flashinfer.prefill.trtllm_ragged_attention_deepseek"
 
     @classmethod
-    def load(cls) -> None:
-        super().load()
+    def load(cls, options: Blocks = ()) -> None:
+        super().load(options)
         imported(_QUANTISE)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:

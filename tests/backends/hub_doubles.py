@@ -72,7 +72,7 @@ class Hub:
     """What of `kernels` is called. fails: what the next call raises. folder: where the builds of a kernel are."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int | None]] = []
+        self.asked: list[tuple[str, int | str | None]] = []
         self.fails: Exception | None = None
         self.folder = f"/home/me/.cache/huggingface/hub/kernels--x/snapshots/{COMMIT}/build"
 
@@ -88,7 +88,9 @@ class Hub:
         trust_remote_code: Any = False,
         check_arch: bool = True,
     ) -> Any:
-        self.asked.append((repo_id, version))
+        if (revision is None) == (version is None):
+            raise ValueError("one of revision and version")
+        self.asked.append((repo_id, version or revision))
         if self.fails is not None:
             raise self.fails
         functions: dict[str, Callable[..., Any]] = {

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from backends.declared.flash_attn_hub import HubOptions
 from backends.interface import AttentionMetadata, Requirements
 from backends.kernels.flash_attn_hub import HubFlashAttn2Impl, HubFlashAttn3Impl, HubImpl
 from backends.platforms.facts import DeviceFacts, parse_device
@@ -134,6 +136,47 @@ def test_the_report_names_the_commit_that_ran(kernel: type[HubImpl], hub: Hub) -
 def test_a_local_folder_that_stands_for_the_kernel_is_reported_as_one(kernel: type[HubImpl], hub: Hub) -> None:
     hub.folder = "/home/me/my-kernel/build"
     assert made(kernel).kernel == f"{KERNELS[kernel][0]}@local.flash_attn_func"
+
+
+PINNED = (("options", HubOptions(COMMIT)),)
+
+
+@every_kernel
+def test_a_pinned_commit_is_the_only_one_that_is_asked_for(kernel: type[HubImpl], hub: Hub) -> None:
+    kernel.load(PINNED)
+    impl = kernel(softmax_scale=SCALE, causal=False, options=PINNED)
+    impl.prepare(torch.device("cpu"), torch.bfloat16)
+    qkv = random_qkv(1, 3, 3, 2, 2, 64, torch.bfloat16)
+    assert relative_error(impl.forward(*qkv, NO_METADATA), attention64(*qkv, scale=SCALE)) <= CLOSE
+    assert impl.kernel == f"{KERNELS[kernel][0]}@{COMMIT}.flash_attn_func"
+    assert hub.asked == [(KERNELS[kernel][0], COMMIT)]
+
+
+@every_name
+@pytest.mark.parametrize("on_unsupported", ["error", "fallback"])
+def test_a_node_that_has_another_kernel_than_the_pinned_one_does_not_serve(
+    name: str, on_unsupported: Literal["error", "fallback"], hub: Hub
+) -> None:
+    hub.folder = "/home/me/my-kernel/build"
+    spec = AttentionSpec(name, on_unsupported=on_unsupported, options={"revision": COMMIT})
+    config = AttentionConfig(per_role={"self": spec})
+    selector = Selector(hopper(), config, Registry(), probe=import_faults)
+    if on_unsupported == "fallback":
+        assert selector.select("self", call()).backend == "CUDNN_ATTN"
+        return
+    with pytest.raises(FaultError) as caught:
+        selector.select("self", call())
+    (fault,) = pickle.loads(pickle.dumps(caught.value)).faults
+    assert (fault.key, fault.value) == ("attention.per_role.self.options.revision", COMMIT)
+    assert fault.rule.endswith("is local on this node")
+
+
+@every_name
+@pytest.mark.parametrize("revision", ["v2", "main", COMMIT[:12], COMMIT.upper() + "A", 2, True])
+def test_only_a_whole_commit_is_a_pin(name: str, revision: Any) -> None:
+    config = AttentionConfig(per_role={"self": AttentionSpec(name, options={"revision": revision})})
+    with pytest.raises(FaultError, match=r"attention\.per_role\.self\.options\.revision=.*: takes"):
+        Selector(hopper(), config, Registry()).select("self", call())
 
 
 @every_kernel

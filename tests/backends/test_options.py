@@ -61,6 +61,16 @@ def chosen(spec: AttentionSpec, origins: dict[str, str] | None = None) -> Select
     return select("self", CALL, CPU, config, Registry({"ROUNDING": f"{HERE}.RoundingBackend"}))
 
 
+class PlainBackend(AttentionBackend):
+    """In the place of the only backend that has `skip_softmax`."""
+
+    variants = (Variant("plain", "backends.kernels.reference.ReferenceImpl"),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRTLLM_ATTN"
+
+
 def refused(spec: AttentionSpec, origins: dict[str, str] | None = None) -> tuple[Fault, ...]:
     with pytest.raises(FaultError) as caught:
         chosen(spec, origins)
@@ -121,8 +131,11 @@ def test_a_block_of_another_backend_names_its_owner() -> None:
 
 
 def test_a_block_that_no_backend_takes_says_so() -> None:
-    (fault,) = refused(AttentionSpec("TORCH_SDPA", options={"x": 1}))
-    assert fault.rule == "TORCH_SDPA takes no block options; no backend takes it"
+    config = AttentionConfig(per_role={"self": AttentionSpec("TORCH_SDPA", skip_softmax={"target_sparsity": 0.5})})
+    with pytest.raises(FaultError) as caught:
+        select("self", CALL, CPU, config, Registry({"TRTLLM_ATTN": f"{HERE}.PlainBackend"}))
+    (fault,) = caught.value.faults
+    assert (fault.rule, fault.remedy) == ("TORCH_SDPA takes no block skip_softmax; no backend takes it", "leave it out")
 
 
 def test_options_without_a_backend_are_refused() -> None:

@@ -11,6 +11,7 @@ from backends.interface import (
     Variant,
 )
 from backends.kernels.reference import ReferenceImpl
+from backends.options import Blocks
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 from tests.parallel.contract import layer_of
@@ -41,7 +42,7 @@ def test_a_backend_that_asks_for_permission_is_automatic_only_with_it() -> None:
 
 class BrokenImpl(ReferenceImpl):
     @classmethod
-    def load(cls) -> None:
+    def load(cls, options: Blocks = ()) -> None:
         raise OSError("libbroken.so: cannot open shared object file")
 
 

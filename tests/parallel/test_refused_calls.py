@@ -40,7 +40,7 @@ def device_of(name: str) -> DeviceFacts:
 
 
 def layer_of(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, *, causal: bool = False) -> Attention:
-    monkeypatch.setattr(parallel.context, "import_faults", lambda backend, variant: ())
+    monkeypatch.setattr(parallel.context, "import_faults", lambda backend, variant, options: ())
     monkeypatch.setattr(HubImpl, "prepare", lambda self, device, dtype: None)  # it would fetch the kernel
     config = AttentionConfig(default=AttentionSpec(name))
     context = AttentionContext(
