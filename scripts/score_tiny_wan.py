@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # a checkout need not be installed
@@ -26,9 +26,13 @@ from configs.flags import split
 from configs.overrides import quote
 from configs.schema import RunConfig
 from runtime.errors import DisagreementError, RankError, StallError, TerminatedError
+from runtime.progress import print_selection
 from runtime.requests import Request, request_of
 from runtime.session import Session
 from runtime.signals import terminated_by_signal
+
+if TYPE_CHECKING:
+    from moving_shapes.sheet import Strip
 
 EXAMPLE = """example:
   python scripts/score_tiny_wan.py --prompts 24 --json one.json parallel.world_size=1
@@ -36,7 +40,6 @@ EXAMPLE = """example:
 """
 OTHER_VERDICTS, INTERRUPTED = 6, 130
 OWN_KEYS = ("generate.prompt", "generate.image", "run.outputs", "run.seed", "run.dir", "run.save_latents")
-SHEET_FRAMES = 6
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +58,7 @@ def _parser() -> _Parser:
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="held-out prompts, 0 to N-1 (default: 24)")
     parser.add_argument("--seeds", type=int, default=1, metavar="S", help="videos of each prompt (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write scores, confusion and every verdict there")
-    parser.add_argument("--sheet", type=Path, metavar="FILE", help="write a picture with a row of frames per video")
+    parser.add_argument("--sheet", type=Path, metavar="FILE", help="write a picture of every video with its prompt")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="exit with 6 unless the verdicts are those of this --json file"
     )
@@ -91,12 +94,11 @@ def _tasks(config: RunConfig, prompts: int, seeds: int) -> Iterator[_Task]:
         yield _Task(replace(request_of(config), prompt=prompt, seed=seed), scene)
 
 
-def _score(config: RunConfig, tasks: Sequence[_Task], rows: list[Any] | None) -> dict[str, Any]:
-    """The scores of the videos; `rows`, if it is a list, gets a row of frames [H, W, 3] of each."""
-    import numpy as np
-
+def _score(config: RunConfig, tasks: Sequence[_Task], strips: list[Strip] | None) -> dict[str, Any]:
+    """The scores of the videos; `strips`, if it is a list, gets one of each."""
     from moving_shapes.judge import expected, judge
     from moving_shapes.scores import Trial, scores
+    from moving_shapes.sheet import strip
 
     trials: list[Trial] = []
     session = Session(config)
@@ -109,9 +111,10 @@ def _score(config: RunConfig, tasks: Sequence[_Task], rows: list[Any] | None) ->
             (video,) = session.generate([task.request])
             trial = Trial(task.request.prompt, task.request.seed, expected(task.scene), judge(video.frames))
             trials.append(trial)
-            if rows is not None:
-                chosen = np.linspace(0, len(video.frames) - 1, SHEET_FRAMES).round().astype(int)
-                rows.append(np.concatenate(video.frames[chosen], 1))
+            if len(trials) == 1:
+                print_selection(session.report, sys.stderr)
+            if strips is not None:
+                strips.append(strip(video.frames, trial.prompt, trial.expected == trial.seen))
             left = (time.monotonic() - began) / len(trials) * (len(tasks) - len(trials))
             mark = "" if trial.expected == trial.seen else f"  seen: {trial.seen}"
             print(f"{len(trials)} of {len(tasks)}, {left:.0f} s left: {trial.prompt}{mark}", file=sys.stderr)
@@ -125,18 +128,6 @@ def _score(config: RunConfig, tasks: Sequence[_Task], rows: list[Any] | None) ->
         "world_size": session.world_size,
         "selection": entries,
     }
-
-
-def _write_sheet(rows: Sequence[Any], path: Path) -> None:
-    import numpy as np
-    from PIL import Image
-
-    columns = 4 if len(rows) > 12 else 1
-    blank = np.full_like(rows[0], 255)
-    padded = [*rows, *[blank] * (-len(rows) % columns)]
-    per_column = len(padded) // columns
-    blocks = [np.concatenate(padded[start : start + per_column]) for start in range(0, len(padded), per_column)]
-    Image.fromarray(np.concatenate(blocks, 1)).save(path)
 
 
 def _check_files(parser: _Parser, json_file: Path | None, sheet: Path | None) -> None:
@@ -183,9 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
         tasks = list(_tasks(config, options.prompts, options.seeds))
         against = None if options.against is None else _read_against(parser, options.against, tasks)
         _check_files(parser, options.json, options.sheet)
-        rows: list[Any] | None = None if options.sheet is None else []
+        strips: list[Strip] | None = None if options.sheet is None else []
         with terminated_by_signal():
-            result = _score(config, tasks, rows)
+            result = _score(config, tasks, strips)
     except FaultError as error:
         print("\n".join(f"error: {fault}" for fault in error.faults), file=sys.stderr)
         return error.exit_code
@@ -201,8 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(result))
     if options.json is not None:
         options.json.write_text(json.dumps({**result, "settings": settings}, indent=1) + "\n", encoding="utf-8")
-    if options.sheet is not None and rows is not None:
-        _write_sheet(rows, options.sheet)
+    if options.sheet is not None and strips is not None:
+        from moving_shapes import sheet
+
+        sheet.write(strips, options.sheet)
     if against is None:
         return 0
     found = differences(result["trials"], against)

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
 from moving_shapes.judge import Verdict
 from moving_shapes.scores import Trial, confusion, differences, interval, scores, table
+from moving_shapes.sheet import picture, strip
 from tests.conftest import CHECKOUT
 from tests.runtime.command import environment
 
@@ -61,6 +64,21 @@ def score(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
 
 
+@pytest.mark.parametrize("count", [1, 3, 14])
+def test_a_sheet_holds_every_strip_with_its_caption(count: int) -> None:
+    def video(number: int) -> Any:
+        return np.stack([np.full((8, 10, 3), 10 * number + frame, np.uint8) for frame in range(16)])
+
+    strips = [strip(video(number), f"prompt {number}", number != 2) for number in range(count)]
+    pixels = np.asarray(picture(strips))
+    found = [tuple(pixel) for pixel in pixels.reshape(-1, 3)]
+    for number in range(count):
+        for frame in (0, 3, 6, 9, 12, 15):
+            assert found.count((10 * number + frame,) * 3) >= 80
+    reddish = (pixels[..., 0] > 150) & (pixels[..., 1] < 60)
+    assert bool(reddish.any()) == (count > 2)
+
+
 @pytest.mark.ray
 def test_the_script_scores_over_ranks_and_compares(tmp_path: Path) -> None:
     """The first prompts of held-out wording, as they are asked for: the shipped model makes what it is asked for."""
@@ -78,6 +96,7 @@ def test_the_script_scores_over_ranks_and_compares(tmp_path: Path) -> None:
     assert [trial["seed"] for trial in result["trials"]] == [0, 1]
     assert {entry["strategy"] for entry in result["selection"]} == {"ulysses", "local"}
     assert sheet.stat().st_size > 1000
+    assert "self   TORCH_SDPA (torch)  platform" in done.stderr
 
     result["trials"][1]["seen"]["colour"] = "red"
     file.write_text(json.dumps(result))
