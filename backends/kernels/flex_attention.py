@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from backends.interface import AttentionImpl, AttentionMetadata, CallShape, PackedLengths
@@ -151,19 +153,24 @@ class FlexAttentionImpl(AttentionImpl):
             else self._blocks(query.device, shape, metadata, gradient)
         )
         cap = None if metadata.soft_cap is None else _capped(metadata.soft_cap)
-        tensors = (query.dtype, shape.batch, query.shape[2:], value.shape[2:], *map(_size_class, lengths))
-        carried = (_kind_of(metadata), blocks is None, metadata.soft_cap, gradient)
-        attend = _compiled(query.device.type, (*tensors, *carried))
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        kind = (
+            (query.device.type, query.dtype, shape.batch, query.shape[2:], value.shape[2:], *_length_class(*lengths)),
+            (_kind_of(metadata), blocks is None, metadata.soft_cap, self.softmax_scale),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), gradient),
+            tuple((tensor.requires_grad, tensor.is_inference()) for tensor in (query, key, value)),
+        )
+        q, k, v = (_in_order(tensor).transpose(1, 2) for tensor in (query, key, value))
         grouped = shape.num_heads != shape.num_kv_heads
-        return attend(q, k, v, cap, blocks, self.softmax_scale, grouped)
+        return _run(kind, q, k, v, cap, blocks, self.softmax_scale, grouped)
 
     def _blocks(
         self, device: torch.device, shape: CallShape, metadata: AttentionMetadata, gradient: bool
     ) -> BlockMask | None:
         lengths = shape.query_length, shape.key_length
         bounds = Bounds(device, *lengths, self.causal, metadata.window, metadata.packed)
-        mask = None if metadata.mask is None else metadata.mask.expand(shape.batch, shape.num_heads, *lengths)
+        mask = (
+            None if metadata.mask is None else _in_order(metadata.mask).expand(shape.batch, shape.num_heads, *lengths)
+        )
         if mask is None and bounds.are_none:
             return None
         return self._layout(bounds).block_mask(mask, gradient=gradient)
@@ -185,26 +192,70 @@ def _call(
     return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=aux)
 
 
-@functools.cache
-def _compiled(device: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
-    """`_call` for one kind of calls, with code of its own: torch compiles one code eight times and then no more. On CPU
-    it is traced and not compiled further, which is the computation as plain tensor operations.
+_COMPILED: Recent[Hashable, Callable[..., Any]] = Recent(128)
+
+
+def _run(kind: tuple[Any, ...], *arguments: Any) -> Any:
+    """`_call`, compiled for calls of one kind. Torch compiles a code eight times and then no more: for what no kind
+    tells apart, such as the objects that a caller's mask reads, there is another code after that.
+    """
+    make = functools.partial(_compile, kind[0][0])
+    try:
+        return _COMPILED.get(kind, make)(*arguments)
+    except FailOnRecompileLimitHit:
+        _COMPILED.drop(kind)
+        return _COMPILED.get(kind, make)(*arguments)
+
+
+def _compile(device: str) -> Callable[..., Any]:
+    """`_call` with code of its own. On CPU it is traced and not compiled further, which is the computation as plain
+    tensor operations.
     """
     own = types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
     return torch.compile(own, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
 
 
-def _size_class(length: int) -> tuple[bool, bool]:
-    """Torch compiles anew where there is one row or key, or one block of them."""
-    return length == 1, length <= _BLOCK
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the strides of a new tensor, for which torch compiles; a copy if they are others."""
+    return tensor.reshape(-1).view(tensor.shape)
+
+
+def _length_class(rows: int, keys: int) -> tuple[bool, ...]:
+    """Torch compiles anew where there is one row or key, or one block of them, or as many of these as of those."""
+    blocks = ceil(rows / _BLOCK), ceil(keys / _BLOCK)
+    return rows == 1, keys == 1, blocks[0] == 1, blocks[1] == 1, rows == keys, blocks[0] == blocks[1]
 
 
 def _kind_of(metadata: AttentionMetadata) -> Hashable:
     """What code a mask is compiled into: where it is broadcast, or what it calls."""
     if metadata.block_mask is not None:
-        called = metadata.block_mask.mask_mod
-        return getattr(called, "__code__", called)
+        return _code_of(metadata.block_mask.mask_mod, _DEPTH)
     return None if metadata.mask is None else tuple(size == 1 for size in metadata.mask.shape)
+
+
+_DEPTH = 4
+"""How far masks that are made of others (`and_masks`) are looked into."""
+
+
+def _code_of(called: Any, depth: int) -> Hashable:
+    """What torch makes code of: a function, the numbers and functions that it closes over, and the types' names of the rest.
+    It keeps none of the caller's objects.
+    """
+    if isinstance(called, bool | int | float | str):
+        return type(called).__name__, called
+    code = getattr(called, "__code__", None)
+    if code is None or depth == 0:
+        return f"{type(called).__module__}.{type(called).__qualname__}"
+    return code, tuple(_code_of(value, depth - 1) for value in _closed_over(called))
+
+
+def _closed_over(function: Any) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable without a value yet
+            continue
+        yield from value if isinstance(value, tuple) else (value,)
 
 
 def _between(first: torch.Tensor, end: torch.Tensor) -> Modifier:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -13,21 +15,30 @@ Place = tuple[torch.device, int]
 
 
 class Recent(Generic[Key, Value]):
-    """What was made for the `limit` keys that were asked for last."""
+    """What was made for the `limit` keys that were asked for last. Threads may share it; one makes at a time."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._kept: dict[Key, Value] = {}
+        self._kept: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = threading.RLock()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        value = self._kept.pop(key) if key in self._kept else make()
-        self._kept[key] = value  # at the end of the order
-        while len(self._kept) > self.limit:
-            self._kept.pop(next(iter(self._kept)))
-        return value
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            value = self._kept[key] = make()
+            while len(self._kept) > self.limit:
+                self._kept.popitem(last=False)
+            return value
+
+    def drop(self, key: Key) -> None:
+        with self._lock:
+            self._kept.pop(key, None)
 
     def clear(self) -> None:
-        self._kept.clear()
+        with self._lock:
+            self._kept.clear()
 
     def __len__(self) -> int:
         return len(self._kept)
