@@ -238,8 +238,8 @@ _DEPTH = 4
 
 
 def _code_of(called: Any, depth: int) -> Hashable:
-    """What torch makes code of: a function, the numbers and functions that it closes over, and the types' names of the rest.
-    It keeps none of the caller's objects.
+    """What torch makes code of: a function, the numbers and functions that it closes over, and the names of the types
+    of the rest. It keeps none of the caller's objects.
     """
     if isinstance(called, bool | int | float | str):
         return type(called).__name__, called
