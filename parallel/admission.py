@@ -5,6 +5,7 @@ keep to what was agreed on then.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -50,6 +51,9 @@ class Admissions:
         self.count = 0
         self._mesh = mesh
         self._agreed: dict[int, tuple[_Tensors, ShardPlan]] = {}  # the plan is kept, and so its id
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copied layer makes its calls among those of the others
 
     def admit(
         self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, *, lse: bool

@@ -17,6 +17,7 @@ from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection, wrong_result
+from parallel.metadata_types import layer_problem
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -44,8 +45,8 @@ class Attention(torch.nn.Module):
     the mesh. allow_trtllm_default: an automatic choice may be a backend that asks for the model's permission. name,
     model: where the layer stands, for the report.
 
-    The strategy and the backend are chosen at construction, on all ranks alike. Raises FaultError if none serves, and
-    TypeError for an override of another kind.
+    The strategy and the backend are chosen at construction, on all ranks alike. Raises FaultError if none serves,
+    ValueError for an argument that no layer has, and TypeError for an override of another kind.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.context = context if context is not None else current_context()
         self.name, self.model = name, model
+        problem = layer_problem(kind, features, softmax_scale)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         mesh, category = self.context.mesh, role_category or kind
         call = RoleCall(
@@ -117,7 +121,7 @@ class Attention(torch.nn.Module):
             variant = next(variant for variant in backend.variants if variant.name == self.selection.variant)
             blocks = self.selection.options
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
-            scale = head_size**-0.5 if softmax_scale is None else softmax_scale
+            scale = head_size**-0.5 if softmax_scale is None else float(softmax_scale)
             impl_class = overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
             place = Place(self.selection.key, self.context.config.origins)
             options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Self
 
 from backends.calibration import Calibration, Uncalibrated
 from backends.layer_facts import DenoisingTime, LayerFacts
@@ -44,6 +45,10 @@ class AttentionContext:
     calibrations: Mapping[str, Calibration | Uncalibrated] = field(default_factory=dict)
     denoising: DenoisingTime | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The copy of a model, as of its averaged weights, is of the same rank."""
+        return self
 
     @cached_property
     def selector(self) -> Selector:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Self
 
 import torch
 
@@ -27,6 +28,9 @@ class Kept:
 
     def __len__(self) -> int:
         return len(self._made)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     def get(self, asked: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The result of an earlier call with these, or that of `make`, of which `asked` tells everything."""

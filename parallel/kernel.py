@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -21,6 +21,7 @@ from parallel.strategies.work import Result, over_nothing
 CUSTOM = "custom_attention"
 PLANS_KEPT = 32
 """By a layer, of the shapes that it met; of packed calls every set of lengths is one."""
+_UNPLANNED = object()
 
 
 class BackendKernel:
@@ -36,6 +37,9 @@ class BackendKernel:
         self._plans: dict[tuple[bool, CallShape], Any] = {}
         self.impl = self._impls[causal]
         self._opaque = Opaque(partial(self._attend, causal)) if opaque else None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # it holds nothing that a model trains
 
     @property
     def name(self) -> str:
@@ -89,11 +93,12 @@ class BackendKernel:
         keys, kv_heads = key.shape[1], key.shape[2]
         call = CallShape(batch, rows, keys, heads, kv_heads, size, metadata.features, metadata.packed)
         shape = (impl.causal, call)
-        if shape not in self._plans:
-            if len(self._plans) >= PLANS_KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[shape] = impl.plan(call)
-        return self._plans[shape]
+        planned = self._plans.get(shape, _UNPLANNED)
+        if planned is _UNPLANNED:
+            while len(self._plans) >= PLANS_KEPT:
+                self._plans.pop(next(iter(tuple(self._plans))), None)  # threads may call one layer
+            planned = self._plans[shape] = impl.plan(call)
+        return planned
 
 
 def _loadable(

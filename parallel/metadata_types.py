@@ -1,13 +1,34 @@
-"""What the fields of a call's metadata are made of; whether they fit the call is for `parallel.calls`."""
+"""What arguments of a layer, and the fields of a call's metadata, are made of; whether they fit the call is for
+`parallel.calls`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from numbers import Real
+from typing import Any, get_args
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from backends.interface import AttentionMetadata, PackedLengths
+from backends.interface import AttentionMetadata, Features, PackedLengths
+from backends.requirements import Kind
+from configs.faults import nearest
+
+
+def layer_problem(kind: Any, features: Any, softmax_scale: Any) -> str | None:
+    """What no layer has. Kernels keep the largest score of a row before they scale it, so a scale is above 0."""
+    kinds = get_args(Kind)
+    if kind not in kinds:
+        close = nearest(str(kind), kinds)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        return f"kind is {kind!r}; it is one of {', '.join(kinds)}{hint}"
+    if not isinstance(features, Features):
+        return f"features is {features!r}; it is a Features, such as Features(mask='full')"
+    number = isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool)
+    if softmax_scale is not None and not (number and math.isfinite(softmax_scale) and softmax_scale > 0):
+        return f"softmax_scale is {softmax_scale!r}; it is a finite number above 0, or None for head_size ** -0.5"
+    return None
 
 
 def wrong_types(metadata: AttentionMetadata) -> str | None:

@@ -8,6 +8,7 @@ masked calls have wrappers of their own; those are planned again for each mask. 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ class Geometry:
 
 
 _WORKSPACE = Workspace(128 << 20)
-_WRAPPERS: Recent[tuple[Place, Geometry], Any] = Recent(16)  # each holds 8 MiB on the device, and as many pinned
+_WRAPPERS: Recent[tuple[Place, int, Geometry], Any] = Recent(16)  # each holds 8 MiB on the device, and as many pinned
 
 
 def _planned(geometry: Geometry, device: torch.device, mask: torch.Tensor | None) -> Any:
@@ -59,7 +60,8 @@ def _planned(geometry: Geometry, device: torch.device, mask: torch.Tensor | None
             _plan(wrapper, geometry, None)
         return wrapper
 
-    wrapper = _WRAPPERS.get((place_of(device), geometry), make)
+    thread = threading.get_ident() if geometry.masked else 0  # it is planned for one mask, and then runs with it
+    wrapper = _WRAPPERS.get((place_of(device), thread, geometry), make)
     if geometry.masked:
         _plan(wrapper, geometry, mask)
     return wrapper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from backends.kernels.reference import ReferenceImpl
 from backends.options import Blocks
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec
+from parallel.attention import Attention
 from tests.parallel.contract import layer_of
 from tests.parallel.layers import context_of
 
@@ -64,3 +66,16 @@ def test_a_kernel_that_cannot_be_imported_is_passed_over_and_an_explicit_one_ref
     context = context_of(register=broken)
     with pytest.raises(FaultError, match=r"cannot be imported here \(OSError: libbroken\.so: .*; use REFERENCE"):
         layer_of(replace(context, config=only))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, float("nan"), float("inf"), True, "x"])
+def test_a_scale_that_kernels_cannot_compute_with_is_refused(scale: Any) -> None:
+    with pytest.raises(ValueError, match=r"softmax_scale is .*; it is a finite number above 0, or None"):
+        layer_of(context_of(), softmax_scale=scale)
+
+
+def test_a_kind_that_there_is_not_gets_the_nearest_one() -> None:
+    with pytest.raises(ValueError, match="kind is 'selfish'; it is one of self, cross, joint; did you mean self"):
+        Attention(4, 16, role="self", kind="selfish", context=context_of())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="features is None; it is a Features"):
+        layer_of(context_of(), features=None)

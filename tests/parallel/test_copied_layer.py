@@ -1,0 +1,46 @@
+"""A model with attention layers can be copied, as for averaged weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from backends.interface import AttentionMetadata
+from tests.parallel.contract import layer_of, qkv
+from tests.parallel.layers import context_of
+
+
+@pytest.mark.parametrize("backend", ["REFERENCE", "TORCH_SDPA", "FLEX_ATTENTION"])
+def test_a_copied_layer_computes_the_same_among_the_same_ranks(backend: str) -> None:
+    layer = layer_of(context_of(backend=backend))
+    before = layer(*qkv())
+    copied = copy.deepcopy(layer)
+    assert copied is not layer
+    assert copied.context is layer.context
+    assert torch.equal(copied(*qkv()), before)
+    del layer
+    compiled = torch.compile(copied, backend="eager")
+    assert torch.equal(compiled(*qkv()), before)
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        return query * self.factor
+
+
+def test_a_models_own_module_is_copied_with_its_layer() -> None:
+    layer = layer_of(context_of(), custom_attention=Doubling(), skip_sequence_parallel=True)
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        next(copied.parameters()).fill_(3.0)
+    query, key, value = qkv()
+    assert torch.equal(layer(query, key, value), query * 2)
+    assert torch.equal(copied(query, key, value), query * 3)
