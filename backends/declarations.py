@@ -12,6 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import get_args
 
 from backends.interface import AttentionBackend, Capabilities, Variant
+from backends.platforms.facts import is_version
 from backends.requirements import MaskKind
 from backends.variant import DTYPES, EVERYWHERE
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
@@ -29,7 +30,7 @@ _CALLS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """With how many arguments, and which named ones, the selection calls each method."""
-_TUPLES = ("chips", "distributions", "at_least", "run_on")
+_TUPLES = ("chips", "distributions", "at_least", "below", "run_on")
 _CHIP = re.compile(r"(cpu|npu|xpu)|(cuda|musa)(:[0-9]+\.([0-9]+|x))?|rocm(:gfx[0-9a-f]{3,5})?")
 _loaded: dict[tuple[str, str], tuple[ModuleType, type[AttentionBackend]]] = {}
 
@@ -107,6 +108,10 @@ def _misspelled(variant: Variant) -> tuple[str, str] | None:
                 near = f"did you mean the platform {close[0]}? Write" if close else "write"
                 rule = f"{chip!r} in {field} of its variant {variant.name} is no chip"
                 return rule, f"{near} cuda, cuda:9.0, cuda:10.x, rocm:gfx942, musa:3.1, cpu, npu or xpu"
+    for name, version in (*variant.at_least, *variant.below):
+        if not is_version(version):
+            rule = f"{version!r} of {name} in its variant {variant.name} is no version"
+            return rule, "write it as pip does, as in 2.8.3"
     for field, known in (("dtypes", DTYPES), ("masks", get_args(MaskKind))):
         given = getattr(variant.takes, field)
         if not isinstance(given, tuple):

@@ -6,12 +6,13 @@ No torch here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from backends.platforms.facts import DeviceFacts
+from packaging.version import InvalidVersion, Version
+
+from backends.platforms.facts import ANY_VERSION, DeviceFacts
 from backends.requirements import MaskKind, Requirements
 from configs.faults import Fault
 
@@ -135,8 +136,8 @@ class Variant:
 
     chips: what it runs on, in the spelling of `DeviceFacts.label`; `cuda:9.0`, `cuda:10.x` (every minor), `cuda`
     (every chip of the platform), `rocm:gfx942`. distributions: names as `pip` knows them, any one of which is enough;
-    empty when torch is all it needs. install: the line that installs it. at_least: (distribution, version) pairs that
-    hold where the distribution is installed. version: what `AttentionSpec.version` asks for. run_on: the chips of
+    empty when torch is all it needs. install: the line that installs it. at_least, below: (distribution, version) pairs
+    that hold where the distribution is installed. version: what `AttentionSpec.version` asks for. run_on: the chips of
     those where its tests have passed on hardware.
     """
 
@@ -147,6 +148,7 @@ class Variant:
     distributions: tuple[str, ...] = ()
     install: str = ""
     at_least: tuple[tuple[str, str], ...] = ()
+    below: tuple[tuple[str, str], ...] = ()
     version: int | None = None
     exactness: Exactness = "exact"
     compilation: Compilation = "custom-op"
@@ -169,9 +171,14 @@ class Variant:
             yield Fault("packages", None, rule, f"install it, {USE_ANOTHER}", self.distributions)
         for name, least in self.at_least:
             version = device.version(name)
-            if version is not None and _numbers(version) < _numbers(least):
+            if version is not None and not _is_at_least(version, least):
                 rule = f"{name} {version} is too old; it needs {least} or newer"
                 yield Fault("packages", f"{name} {version}", rule, f"pip install -U {name}")
+        for name, limit in self.below:
+            version = device.version(name)
+            if version is not None and version != ANY_VERSION and _is_at_least(version, limit):
+                rule = f"{name} {version} is too new; it needs one below {limit}"
+                yield Fault("packages", f"{name} {version}", rule, self.install)
 
 
 def chip_fault(variants: Iterable[Variant], device: DeviceFacts) -> Fault:
@@ -188,7 +195,11 @@ def matches(chip: str, device: DeviceFacts) -> bool:
     return device.label == chip or (chip.endswith(".x") and device.label.startswith(chip.removesuffix("x")))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release numbers of a version; `any` (a version that was not stated) is newer than all."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:4])
-    return numbers if numbers else (1 << 30,)
+def _is_at_least(version: str, bound: str) -> bool:
+    """`any` (a version that was not stated) is as new as need be, and what is no version is not."""
+    if version == ANY_VERSION:
+        return True
+    try:
+        return Version(version) >= Version(bound)
+    except InvalidVersion:
+        return False

@@ -27,6 +27,9 @@ class Fault:
     allowed: tuple[str, ...] = ()
     origin: str = ""
 
+    def __hash__(self) -> int:
+        return hash((self.key, repr(self.value), self.rule, self.remedy, self.origin))  # a value may be a list
+
     def __str__(self) -> str:
         subject = self.key if self.value is None else f"{self.key}={self.value}"
         origin = f" [{self.origin}]" if self.origin else ""

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from backends.platforms.facts import ANY_VERSION, DeviceFacts, installed, local_device, local_gpus, parse_device
+from backends.platforms.facts import (
+    ANY_VERSION,
+    DeviceFacts,
+    installed,
+    is_version,
+    local_device,
+    local_gpus,
+    parse_device,
+)
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
@@ -129,13 +137,16 @@ def assumed_device(config: RunConfig, device: str, packages: str, registry: Regi
 def _parse_packages(text: str, known: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for part in text.split(","):
-        name, _, version = part.replace("==", "=").partition("=")
+        name, stated, version = part.strip().replace("==", "=").partition("=")
         name = name.strip().replace("_", "-").lower()
         if name not in known:
             rule = "no backend asks for that package"
             remedy = f"use here, all, none, or NAME=VERSION with a name out of {', '.join(known)}"
             raise FaultError([Fault("--packages", part, rule, remedy, known)])
-        found[name] = version or ANY_VERSION
+        if stated and not is_version(version):
+            rule = f"{version or 'nothing'} is no version"
+            raise FaultError([Fault("--packages", part, rule, f"give one, such as {name}=1.0, or the name alone")])
+        found[name] = version if stated else ANY_VERSION
     return found
 
 

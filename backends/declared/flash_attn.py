@@ -2,12 +2,13 @@
 
 What each package takes is read from it: `fa3-fwd` 0.0.3 is built without fp16, backward and windows
 (`fa3_fwd_config.CONFIG`), and with fp8; `flash-attn-4` 4.0.0b36 limits head sizes per chip (`_validate_head_dims`),
-and differentiates its log-sum-exp, too; `flash-attn`
-2.8.3 takes windows and soft caps, which came with 2.3 and 2.6; `amd-aiter` 0.1.7 drops a window of no keys, so no
-window is asked of it; `torch-npu` 2.14 by its documentation; of `vllm-xpu-kernels` 0.1.16 the head sizes that are
-compiled in, without a window, since it computes others in plain torch; of MATE's `flash_attn_3` the documentation of
-its repository. The log-sum-exp comes with `return_attn_probs` of `fa3-fwd` and `flash-attn`, and with `return_lse` of
-`flash-attn-4`, which 4.0.0b18 has too. On Hopper FlashAttention 3 comes first: it has the higher throughput there.
+and differentiates its log-sum-exp, too; `flash-attn` 2.8.3 takes windows, and soft caps, which 2.6.0 and 2.6.1 forget
+in their backward; `amd-aiter` 0.1.7 drops a window of no keys, so no window is asked of it; `torch-npu` 2.14 by its
+documentation; of `vllm-xpu-kernels` 0.1.16 the head sizes that are compiled in, without a window, since it computes
+others in plain torch; of MATE's `flash_attn_3` the documentation of its repository. The log-sum-exp comes with
+`return_attn_probs` of `fa3-fwd` and `flash-attn`, and with `return_lse` of `flash-attn-4`, of which no beta before the
+one that was run is taken: 4.0.0b8 caps scores wrongly, 4.0.0b18 takes sinks in bfloat16 alone.
+On Hopper FlashAttention 3 comes first: it has the higher throughput there.
 FlashAttention 2, that on Blackwell, and those of other vendors than NVIDIA have not been run on hardware.
 """
 
@@ -29,7 +30,8 @@ FA4_DIFFERENTIATED = HeadSizes(0, None, (64, 128))
 
 _FA4 = "backends.kernels.flash_attn.FlashAttn4Impl"
 _VENDORS = "backends.kernels.vendor_flash_attn"
-_INSTALL_FA4 = "pip install 'flash-attn-4>=4.0.0b18'"
+_FA4_LEAST = "4.0.0b36"
+_INSTALL_FA4 = f"pip install 'flash-attn-4>={_FA4_LEAST}'"
 _HALVES = ("bfloat16", "float16")
 _TO_256 = Capabilities(causal=True, grouped=True, dtypes=_HALVES, head_sizes=HeadSizes(8, 256), masks=("none",))
 _TO_256_LSE = replace(_TO_256, lse=True, packed=True, soft_cap=True)
@@ -52,7 +54,8 @@ class FlashAttnBackend(AttentionBackend):
             "backends.kernels.flash_attn.FlashAttn3Impl",
             chips=("cuda:9.0",),
             distributions=("fa3-fwd",),
-            install="pip install fa3-fwd",
+            install="pip install 'fa3-fwd>=0.0.3'",
+            at_least=(("fa3-fwd", "0.0.3"),),
             takes=replace(_TO_256_LSE, dtypes=("bfloat16",), head_sizes=HeadSizes(8, 128, (192, 256))),
             version=3,
             run_on=("cuda:9.0",),
@@ -63,6 +66,7 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:9.0",),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
+            at_least=(("flash-attn-4", _FA4_LEAST),),
             takes=replace(
                 _FA4_TAKES, head_sizes=HeadSizes(0, None, (64, 80, 96, 112, 128)), gradient=True, lse_gradient=True
             ),
@@ -75,6 +79,7 @@ class FlashAttnBackend(AttentionBackend):
             chips=("cuda:10.x", "cuda:11.x"),
             distributions=("flash-attn-4",),
             install=_INSTALL_FA4,
+            at_least=(("flash-attn-4", _FA4_LEAST),),
             takes=replace(_FA4_TAKES, head_sizes=HeadSizes(8, 128)),
             version=4,
         ),
@@ -83,8 +88,8 @@ class FlashAttnBackend(AttentionBackend):
             "backends.kernels.flash_attn.FlashAttn2Impl",
             chips=("cuda:8.x", "cuda:9.x"),
             distributions=("flash-attn",),
-            install="pip install 'flash-attn>=2.6'",
-            at_least=(("flash-attn", "2.6"),),
+            install="pip install 'flash-attn>=2.6.2'",
+            at_least=(("flash-attn", "2.6.2"),),
             takes=replace(_TO_256_LSE, window=True, gradient=True),
             version=2,
         ),
@@ -146,7 +151,8 @@ class FlashAttnBackend(AttentionBackend):
     def option_faults(cls, variant: Variant, required: Requirements, blocks: Blocks) -> Iterator[Fault]:
         dtype, size = _dtype_qk(blocks), required.head_size
         if dtype is not None and variant.name != "fa3":
-            yield Fault("quant.dtype_qk", dtype, "is for FlashAttention 3 only", "set version=3, or leave quant out")
+            rule = "is for FlashAttention 3 on cuda:9.0 only"
+            yield Fault("quant.dtype_qk", dtype, rule, "set version=3 there, or leave quant out")
         elif dtype is not None and size % 16:
             rule = f"is for head sizes that are multiples of 16, and this is {size}"
             yield Fault("quant.dtype_qk", dtype, rule, "leave quant out for this role")

@@ -18,6 +18,7 @@ class SageAttnBackend(AttentionBackend):
             distributions=(_PACKAGE,),
             install=f"pip install {_PACKAGE}==1.0.6",
             at_least=((_PACKAGE, "1.0.6"),),
+            below=((_PACKAGE, "2"),),
             takes=Capabilities(
                 causal=True,
                 grouped=True,

@@ -78,7 +78,7 @@ class FlashPackedImpl(RaggedImpl, FlashImpl):
         if not call.taking_part:
             return nothing_with_lse(query, value)
         out, lse, *_ = self._of_documents(*call.rows(query, key, value), placed, asked)
-        rows = _none_is_minus_infinity(_unpadded(lse, call.query_lengths)).T
+        rows = _none_is_minus_infinity(lse).T
         return call.all_rows(out), call.all_rows(rows, float("-inf")).transpose(1, 2)
 
     def inputs(
@@ -159,10 +159,3 @@ def _of_each(scale: torch.Tensor, documents: int | None) -> torch.Tensor:
 def _none_is_minus_infinity(lse: torch.Tensor) -> torch.Tensor:
     """Versions 2 and 3 write plus infinity for a row without keys."""
     return lse.masked_fill(lse == float("inf"), float("-inf"))
-
-
-def _unpadded(lse: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """[H, rows]; the first releases of 2.6 have [documents, H, longest]."""
-    if lse.dim() == 2:
-        return lse
-    return torch.cat([lse[index, :, :length] for index, length in enumerate(lengths)], dim=1)

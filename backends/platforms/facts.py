@@ -10,9 +10,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
+from packaging.version import InvalidVersion, Version
+
 from configs.faults import Fault, FaultError
 
 ANY_VERSION = "any"
+
+
+def is_version(text: str) -> bool:
+    """Whether it can be compared with others, as pip does it."""
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _none() -> Mapping[str, str]:

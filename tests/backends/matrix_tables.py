@@ -171,7 +171,10 @@ BUILT: dict[tuple[str, str], str] = {
 # Variant -> a package whose version is too old for it.
 TOO_OLD: dict[tuple[str, str], tuple[str, str]] = {
     ("CUDNN_ATTN", "cudnn"): ("nvidia-cudnn-cu13", "9.4"),  # contract 4.2 (P11): 9.5
-    ("FLASH_ATTN", "fa2"): ("flash-attn", "2.5.9"),  # contract 5.2: mended, no comparison of texts
+    ("FLASH_ATTN", "fa3"): ("fa3-fwd", "0.0.2"),
+    ("FLASH_ATTN", "fa4"): ("flash-attn-4", "4.0.0b35"),
+    ("FLASH_ATTN", "fa4-blackwell"): ("flash-attn-4", "4.0.0b9"),
+    ("FLASH_ATTN", "fa2"): ("flash-attn", "2.6.1"),  # contract 5.2: mended, no comparison of texts
     ("FLASH_ATTN", "rocm-aiter"): ("amd-aiter", "0.1.6"),
     ("FLASH_ATTN", "xpu"): ("vllm-xpu-kernels", "0.1.15"),
     ("FLASH_ATTN_HUB", "flash-attn2"): ("kernels", "0.16.0"),
@@ -183,6 +186,7 @@ TOO_OLD: dict[tuple[str, str], tuple[str, str]] = {
     ("TRTLLM_ATTN", "sm103"): ("flashinfer-python", "0.6.17"),
     ("SAGE_ATTN", "int8"): ("sageattention", "1.0.5"),
 }
+TOO_NEW: dict[tuple[str, str], tuple[str, str]] = {("SAGE_ATTN", "int8"): ("sageattention", "2.0.0")}
 NEEDS_NO_PACKAGE = {
     *(("REFERENCE", "plain"), ("TORCH_SDPA", "torch"), ("CUDNN_ATTN", "cudnn")),
     *(("FLEX_ATTENTION", "compiled"), ("FLEX_ATTENTION", "plain")),

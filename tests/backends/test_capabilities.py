@@ -161,7 +161,7 @@ def test_assumed_packages_stand_for_installed_ones() -> None:
 
 def test_another_chips_variant_has_nothing_to_say_where_one_fits_the_chip() -> None:
     on_blackwell = rules("FLASH_ATTN", call(), device_of("10.0"))
-    assert on_blackwell == ["the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b18')"]
+    assert on_blackwell == ["the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b36')"]
 
 
 def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
@@ -169,16 +169,16 @@ def test_faults_of_one_variant_name_it_and_shared_ones_stand_once() -> None:
         "variant fa3: head size 127 is not supported; it takes multiples of 8 up to 128, and 192, 256",
         "variant fa3: dtype float16 is not supported; it takes bfloat16",
         "variant fa4: head size 127 is not supported; it takes 64, 80, 96, 112, 128",
-        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6')",
+        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6.2')",
         "variant fa2: head size 127 is not supported; it takes multiples of 8 up to 256",
     ]
 
 
 def test_without_packages_each_variant_says_what_to_install() -> None:
     assert rules("FLASH_ATTN", call(), device_of("9.0")) == [
-        "variant fa3: the package fa3-fwd is not installed (pip install fa3-fwd)",
-        "variant fa4: the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b18')",
-        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6')",
+        "variant fa3: the package fa3-fwd is not installed (pip install 'fa3-fwd>=0.0.3')",
+        "variant fa4: the package flash-attn-4 is not installed (pip install 'flash-attn-4>=4.0.0b36')",
+        "variant fa2: the package flash-attn is not installed (pip install 'flash-attn>=2.6.2')",
     ]
 
 

@@ -207,27 +207,6 @@ def test_flashinfers_large_negative_number_becomes_infinity(kind: str) -> None:
     assert_close(lse, lse64(*qkv[:2], metadata, causal=False), 1e-6)
 
 
-def test_padded_log_sum_exps_of_the_first_releases_are_unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
-    varlen = flash_doubles.flash_attn_varlen_func
-
-    def padded(*args: Any, **kwargs: Any) -> Any:
-        found = varlen(*args, **kwargs)
-        if not isinstance(found, tuple):
-            return found
-        lengths = kwargs["cu_seqlens_q"].diff().tolist()
-        lse = torch.full((len(lengths), HEADS, max(lengths)), float("nan"))
-        for index, part in enumerate(found[1].split(lengths, dim=1)):
-            lse[index, :, : lengths[index]] = part
-        return found[0], lse, None
-
-    both = SimpleNamespace(flash_attn_func=flash_doubles.flash_attn_func, flash_attn_varlen_func=padded)
-    put(monkeypatch, flash_attn=both)
-    qkv = random_qkv(2, ROWS, ROWS, HEADS, 2, 64, torch.bfloat16)
-    metadata = AttentionMetadata(packed=PackedLengths((5, 3, 5), (4, 2, 7)))
-    _, lse = with_lse(FlashAttn2Impl, qkv, metadata)
-    assert_close(lse, lse64(*qkv[:2], metadata, causal=False), 1e-6)
-
-
 # --- what it is for, and who has none ---------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from tests.backends.matrix_tables import (
     SIZES,
     SWITCHES,
     TAKES,
+    TOO_NEW,
     TOO_OLD,
 )
 
@@ -130,9 +131,10 @@ def taken() -> Cells:
         cells[name, variant.name, "8 heads on 3"] = takes(num_kv_heads=3)
         bare = replace(device, all_packages=False)
         cells[name, variant.name, "no package"] = not variant.faults(base, bare)
-        if (name, variant.name) in TOO_OLD:
-            old = replace(bare, packages=dict([TOO_OLD[name, variant.name]]))
-            cells[name, variant.name, "old package"] = not variant.faults(base, old)
+        for cell, packages in (("old package", TOO_OLD), ("new package", TOO_NEW)):
+            if (name, variant.name) in packages:
+                other = replace(bare, packages=dict([packages[name, variant.name]]))
+                cells[name, variant.name, cell] = not variant.faults(base, other)
     for switch, asked in SWITCHES.items():
         cells["what nothing declares", switch] = not list(Capabilities().faults(call(**asked)))
     return cells
@@ -144,8 +146,9 @@ def expected_taken() -> Cells:
         cells[name, variant, "built for"] = BUILT[name, variant]
         cells[name, variant, "8 heads on 3"] = False
         cells[name, variant, "no package"] = (name, variant) in NEEDS_NO_PACKAGE
-        if (name, variant) in TOO_OLD:
-            cells[name, variant, "old package"] = False
+        for cell, packages in (("old package", TOO_OLD), ("new package", TOO_NEW)):
+            if (name, variant) in packages:
+                cells[name, variant, cell] = False
     for switch in SWITCHES:
         cells["what nothing declares", switch] = False
     return cells
@@ -221,6 +224,8 @@ def mutants(variant: Variant) -> Iterator[Variant]:
     yield replace(variant, distributions=() if variant.distributions else ("nobodys-package",))
     if variant.at_least:
         yield replace(variant, at_least=())
+    if variant.below:
+        yield replace(variant, below=())
 
 
 @pytest.mark.parametrize("name", NAMES)

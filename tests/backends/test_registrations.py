@@ -66,6 +66,10 @@ class ChipWithoutMinor(Mine):
     variants = mine(chips=("cuda:9",))
 
 
+class OddVersion(Mine):
+    variants = mine(at_least=(("mine", "newest"),))
+
+
 class ChipOfAPlatformWithoutAny(Mine):
     variants = mine(chips=("cpu:1.0",))
 
@@ -224,6 +228,7 @@ def test_a_reloaded_module_gives_its_new_class(monkeypatch: pytest.MonkeyPatch) 
         (f"{HERE}.TextForATuple", "distributions of its variant mine is 'flash-attn', not a tuple"),
         (f"{HERE}.OddChip", "'cud:9.0' in chips of its variant mine is no chip; did you mean the platform cuda?"),
         (f"{HERE}.ChipWithoutMinor", "'cuda:9' in chips of its variant mine is no chip; write cuda, cuda:9.0"),
+        (f"{HERE}.OddVersion", "'newest' of mine in its variant mine is no version; write it as pip does"),
         (f"{HERE}.ChipOfAPlatformWithoutAny", "'cpu:1.0' in chips of its variant mine is no chip"),
         (f"{HERE}.OddRunOn", "'CUDA:9.0' in run_on of its variant mine is no chip; did you mean the platform cuda?"),
         (f"{HERE}.OddDtype", "'bf16' in dtypes of its variant mine is none of float64, float32, bfloat16, float16"),

@@ -23,7 +23,7 @@ from backends.declared.flash_attn import FlashQuant
 from backends.declared.trtllm_attn import TrtllmQuant
 from backends.interface import AttentionImpl, AttentionMetadata, CallShape, PackedLengths, Variant
 from backends.kernels import flash_attn, flashinfer_attn
-from backends.kernels.packages import FlashImpl, imported
+from backends.kernels.packages import FlashImpl
 from backends.registry import Registry
 from tests.backends import flash_doubles, hub_doubles, sage_doubles
 from tests.backends.published import BOUND, DOUBLES, FILE, RECORDED, as_published, differences, releases
@@ -260,13 +260,13 @@ def test_a_kernel_that_passes_an_unknown_argument_fails(stand_ins: None, monkeyp
     qkv = random_qkv(1, 4, 4, 2, 2, 64, torch.bfloat16)
     impl = flash_attn.FlashAttn4Impl(softmax_scale=0.1, causal=False)
     with pytest.raises(
-        TypeError, match=r"flash_attn\.cute\.flash_attn_func of flash-attn-4 4\.0\.0b18: .*'gather_bwd'"
+        TypeError, match=r"flash_attn\.cute\.flash_attn_func of flash-attn-4 4\.0\.0b36: .*'gather_bwd'"
     ):
         impl.forward(*qkv, NO_METADATA)
 
 
 def test_a_kernel_that_needs_the_newest_release_fails(stand_ins: None) -> None:
     """The oldest release that is recorded does not have the parameter."""
-    qkv = random_qkv(1, 4, 4, 2, 2, 64, torch.bfloat16)
-    with pytest.raises(TypeError, match=r"flash-attn-4 4\.0\.0b18: got an unexpected keyword argument 'gather_bwd_tok"):
-        imported(flash_attn.FlashAttn4Impl.path)(*qkv, softmax_scale=0.1, gather_bwd_token_chunk=1)
+    wrapper = RaggedWrapper(torch.empty(128 << 20, dtype=torch.uint8), "NHD", backend="fa2")
+    with pytest.raises(TypeError, match=r"flashinfer-python 0\.6\.18: got an unexpected keyword argument 'lse_base'"):
+        wrapper.run(*random_qkv(1, 4, 4, 2, 2, 64, torch.bfloat16), lse_base=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -274,3 +275,22 @@ def test_features_are_planned_when_their_values_are_known(wrappers: list[RaggedW
     impl.prepare(CPU, torch.bfloat16)
     impl.plan(CallShape(1, 9, 9, 2, 2, 64, Features(soft_cap=True)))
     assert wrappers == []
+
+
+def test_threads_have_masked_wrappers_of_their_own(wrappers: list[RaggedWrapper]) -> None:
+    """One is planned for a mask and then runs with it, which another thread's plan must not come between."""
+    qkv = random_qkv(1, 9, 9, 2, 2, 64, torch.bfloat16)
+    masks = [torch.rand(1, 1, 9, 9, generator=torch.Generator().manual_seed(seed)) < 0.7 for seed in range(3)]
+    barrier = threading.Barrier(3)  # so that no thread is gone, and its number given to another
+
+    def at_once(mask: torch.Tensor) -> None:
+        barrier.wait()
+        run(FlashinferFa2Impl, qkv, AttentionMetadata(mask))
+        barrier.wait()
+
+    threads = [threading.Thread(target=at_once, args=(mask,)) for mask in masks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([wrapper for wrapper in wrappers if wrapper.mask is not None]) == 3

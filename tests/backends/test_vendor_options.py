@@ -206,7 +206,7 @@ def test_the_selection_says_whether_the_result_is_exact(
 def test_fp8_is_for_flash_attention_3_and_head_sizes_that_it_has() -> None:
     on = parse_device("cuda:9.0", {"flash-attn-4": "4.0.0b36"}, all_packages=False)
     rules = [found.rule for found in faults("FLASH_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, on=on)]
-    assert any("is for FlashAttention 3 only" in rule for rule in rules)
+    assert any("is for FlashAttention 3 on cuda:9.0 only" in rule for rule in rules)
     on = parse_device("cuda:9.0", {"fa3-fwd": "0.0.3"}, all_packages=False)
     small = replace(CALL, head_size=72)
     rules = [found.rule for found in faults("FLASH_ATTN", {"quant": {"dtype_qk": "fp8_e4m3"}}, on=on, required=small)]

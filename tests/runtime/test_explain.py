@@ -94,6 +94,27 @@ def test_what_is_wrong_comes_with_the_way_out(settings: tuple[str, ...], message
     assert message in outcome.err
 
 
+@pytest.mark.parametrize("packages", ["flash-attn=abc", "flash-attn=", "flash-attn-4=4.0.0b36,fa3-fwd=banana"])
+def test_a_package_with_a_version_that_is_none_is_refused(packages: str) -> None:
+    outcome = raylysses("explain", "--device", "cuda:9.0", "--packages", packages)
+    assert outcome.code == 2
+    assert "is no version; give one, such as" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "attention.default={backend: FLASH_ATTN, quant: {dtype_qk: [fp8_e4m3]}}",
+        "attention.default={backend: TRTLLM_ATTN, skip_softmax: {threshold: [1]}}",
+        "attention.default={backend: TRTLLM_ATTN, skip_softmax: {threshold: []}}",
+    ],
+)
+def test_a_list_where_a_backend_takes_one_value_is_refused(option: str) -> None:
+    outcome = raylysses("explain", "--device", "cuda:10.0", "--packages", "all", option)
+    assert outcome.code == 2
+    assert ": takes " in outcome.err
+
+
 def test_an_automatic_default_that_nobody_needs_is_no_fault() -> None:
     roles = ("attention.per_role.self=TORCH_SDPA", "attention.per_role.cross=TORCH_SDPA")
     assert raylysses("explain", "--device", "cpu", "attention.default=auto", *roles).code == 0
