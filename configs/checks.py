@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,6 +77,12 @@ def text(*, empty: bool = False) -> Check:
         return value
 
     return check
+
+
+def path(value: Any, source: str) -> Any:
+    """The path of a file or a folder; `~` is the home folder, which shells leave alone behind `key=`."""
+    checked = text()(value, source)
+    return checked if isinstance(checked, Refusal) else os.path.expanduser(checked)
 
 
 def switch(value: Any, source: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from configs.checks import Check, Refusal, choice, optional, real, subset, switch, text, whole
+from configs.checks import Check, Refusal, choice, optional, path, real, subset, switch, text, whole
 from configs.faults import nearest
 from configs.schema import (
     AGREEMENTS,
@@ -101,7 +101,7 @@ _SPEC_CHECKS: Mapping[str, Check] = MappingProxyType(
 )
 _CHECKS: Mapping[str, Check] = MappingProxyType(
     {
-        "model.path": text(),
+        "model.path": path,
         "generate.prompt": optional(text(empty=True)),  # a file may leave it open; `compose` checks the outcome
         "generate.negative_prompt": text(empty=True),
         "generate.steps": whole(1),
@@ -112,7 +112,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "generate.height": whole(1),
         "generate.width": whole(1),
         "generate.fps": whole(1, 1000),
-        "generate.image": optional(text()),
+        "generate.image": optional(path),
         DEFAULT: optional(_backend),
         AGREEMENT: choice(AGREEMENTS),
         "parallel.world_size": _ranks,
@@ -125,7 +125,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "cluster.start_timeout_s": real(0, LONGEST_S, above=True),
         "cluster.stall_timeout_s": real(0, LONGEST_S, above=True),
         "run.seed": whole(0, 2**63 - 1),
-        "run.dir": optional(text()),
+        "run.dir": optional(path),
         "run.dtype": choice(DTYPES, _DTYPE_WORDS),
         "run.device": choice(DEVICES, {"gpu": "cuda", "nvidia": "cuda"}),
         "run.outputs": subset(OUTPUTS),
@@ -145,11 +145,11 @@ def check_value(key: str, value: Any, source: str) -> Any:
         return name_refusal(key.removeprefix(f"{REGISTER}.")) or _class_path(value, source)
     if key in _CHECKS:
         return _CHECKS[key](value, source)
-    path, rest = split_spec(key.split("."))
+    names, rest = split_spec(key.split("."))
     checked = _SPEC_CHECKS.get(rest[0] if rest else "backend", _option)(value, source)
-    meant = nearest(path[-1], RESERVED, count=1)
+    meant = nearest(names[-1], RESERVED, count=1)
     if isinstance(checked, Refusal) and not rest and meant:  # `self.verison=3` reads as a role
-        return Refusal(checked.rule, f"did you mean {'.'.join(path[:-1])}.{meant[0]}?")
+        return Refusal(checked.rule, f"did you mean {'.'.join(names[:-1])}.{meant[0]}?")
     return checked
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from backends.selection import Selection
 from backends.selector import Selector
+from configs.checks import Refusal
 from configs.faults import Fault, FaultError
+from configs.fields import check_value
 from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
@@ -43,7 +45,29 @@ def settle_dtype(config: RunConfig, platform: str) -> str:
 
 def request_faults(request: Request, folder: FolderFacts) -> list[Fault]:
     """Sizes that the model would have to round or cannot place, and what it would leave unused or lacks."""
-    return [*_size_faults(request, folder), *_guidance_faults(request, folder), *_image_faults(request, folder)]
+    return _value_faults(request) or [
+        *_size_faults(request, folder),
+        *_guidance_faults(request, folder),
+        *_image_faults(request, folder),
+    ]
+
+
+def _value_faults(request: Request) -> list[Fault]:
+    """Fields that the setting of the same name would not take: a request need not come from settings."""
+    found = []
+    for field in fields(request):
+        key, value = f"{'run' if field.name == 'seed' else 'generate'}.{field.name}", getattr(request, field.name)
+        if field.name == "image":
+            checked = value if value is None or isinstance(value, bytes) else Refusal("takes bytes", "read the file")
+        elif value is None and field.name != "guidance_2":
+            checked = Refusal("is missing", "give it a value")
+        else:
+            checked = check_value(key, value, repr(value))
+        if isinstance(checked, Refusal):
+            found.append(Fault(key, value, checked.rule, checked.remedy, checked.allowed))
+        elif isinstance(checked, str) and not isinstance(value, str):
+            found.append(Fault(key, value, "takes text", f"write {str(value)!r}"))
+    return found
 
 
 def _size_faults(request: Request, folder: FolderFacts) -> list[Fault]:
@@ -95,12 +119,14 @@ def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
     """The bytes of an image file that can be opened to its last row; none for None."""
     if path is None:
         return None, []
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         content = Path(path).read_bytes()
         with Image.open(io.BytesIO(content)) as picture:
             picture.load()
+    except UnidentifiedImageError:
+        return None, [Fault("generate.image", path, "it is no picture", "give a PNG or JPEG file")]
     except (SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged or a huge file
         return None, [Fault("generate.image", path, f"it cannot be opened ({error})", "give a PNG or JPEG file")]
     except (OSError, ValueError) as error:

@@ -21,10 +21,19 @@ from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
 from parallel.models.names import name_faults
-from runtime.check import RoleSelection, probed_packages, raise_if_any, select_roles, settle_dtype
-from runtime.model_folder import read_folder
+from runtime.check import (
+    RoleSelection,
+    probed_packages,
+    raise_if_any,
+    read_image,
+    request_faults,
+    select_roles,
+    settle_dtype,
+)
+from runtime.model_folder import FolderFacts, read_folder
 from runtime.placement import CPU_RANKS, default_world_size
 from runtime.report import SelectionReport, from_selections
+from runtime.requests import request_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,7 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     world_size = default_world_size(config.parallel, folder.heads, limit)
     dtype = settle_dtype(config, facts.platform)
     selected, faults = select_roles(config, folder, facts, dtype, world_size, registry)
+    faults += _request_faults(config, folder)
     rows = [(role.model, role.selection, role.strategy, role.layers) for role in selected]
     assumed = {
         "model": config.model.path,
@@ -102,6 +112,13 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     }
     others = tuple(_alternatives(selected, facts, registry))
     return Explanation(from_selections(world_size, rows), assumed, tuple(faults), others)
+
+
+def _request_faults(config: RunConfig, folder: FolderFacts) -> list[Fault]:
+    """What `generate` would refuse of the request; as of a prompt, nobody need give an image here."""
+    image, faults = read_image(config.generate.image)
+    found = [] if faults else request_faults(request_of(config, image), folder)
+    return faults + [fault for fault in found if fault.key != "generate.image" or image is not None]
 
 
 def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, registry: Registry) -> Iterator[Alternative]:

@@ -30,14 +30,14 @@ from runtime.video import encoder_fault
 class _Recorder(Observer):
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
-    def __init__(self, config: RunConfig, path: Path, progress: Progress, request: Request) -> None:
+    def __init__(self, config: RunConfig, path: Path | None, progress: Progress, request: Request) -> None:
         self.folder: RunFolder | None = None
         self.session = Session(config, observer=self)
         self._config = config
         self._path = path
         self._progress = progress
         self._request = request
-        self._started = time.monotonic()
+        self._began, self._started = datetime.now(), time.monotonic()
         self._ran: dict[int, RequestRan] = {}
         self._steps: dict[int, list[Step]] = defaultdict(list)
 
@@ -46,7 +46,7 @@ class _Recorder(Observer):
 
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
-        self.folder = RunFolder.create(self._path)
+        self.folder = RunFolder.create(self._path, self._began)
         # Given back with --config, it makes a new run, in a folder of its own.
         mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
         self.folder.write_config(mapping, registered=self.session.registrations)
@@ -93,13 +93,13 @@ def generate(config: RunConfig) -> Path:
     """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
     with terminated_by_signal(), make_progress(1) as progress:
         request = _checked_request(config)
-        path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
-        RunFolder.refuse_if_taken(path.absolute())
+        path = Path(config.run.dir).absolute() if config.run.dir is not None else None
+        RunFolder.refuse(path)
         if config.run.dir is None and ray_api.inside_job():
             progress.message(
                 "run.dir is not set: the run goes into the job's working directory, which Ray deletes some day"
             )
-        recorder = _Recorder(config, path.absolute(), progress, request)
+        recorder = _Recorder(config, path, progress, request)
         session = recorder.session
         try:
             with session:

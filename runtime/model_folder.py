@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ def folder_of(path: str) -> Path:
     return Path(__file__).parent / "models" / name
 
 
+def _way_to(path: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        return GIVE_FOLDER
+    name = path.rpartition("/")[2]
+    return f"for a model of the Hugging Face Hub, run `hf download {path} --local-dir {name}`; then model.path={name}"
+
+
 def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
     """The facts of a folder; without `weights`, from its JSON files alone.
 
@@ -61,7 +69,7 @@ def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
     """
     folder = folder_of(path)
     if not _is_folder(folder):
-        raise FaultError([_fault(path, "there is no such folder", GIVE_FOLDER)])
+        raise FaultError([_fault(path, "there is no such folder", _way_to(path))])
     index = _read_json(folder / "model_index.json", path)
     components = [name for name, value in index.items() if isinstance(value, list) and value and value[0] is not None]
     if weights:

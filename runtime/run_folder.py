@@ -6,6 +6,8 @@ line and are there when the process is killed right after.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -27,6 +29,10 @@ UNICODE_LINE_ENDS = "\x85\u2028\u2029"
 CONFIG_COMMENT = "# The composed configuration of this run; to repeat it, give this file back with --config.\n"
 
 
+class _TakenError(FaultError):
+    """Another run has the folder."""
+
+
 class RunFolder:
     """Writes one run folder that exists; `create` makes a new one. Leaving its context closes the ranks' files.
 
@@ -39,38 +45,37 @@ class RunFolder:
         self._ranks: dict[int, TextIO] = {}
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """Makes the folder. Raises FaultError (run.dir) if it holds something already, or cannot be made."""
-        cls.refuse_if_taken(path)
-        try:
-            # Of two runs that found the folder free at once, one makes this, and it is the folder's owner.
-            (path / "ranks").mkdir(parents=True)
-        except FileExistsError as error:
-            raise _refused(path, "was taken by another run just now") from error
-        except (OSError, ValueError) as error:
-            raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
-        return cls(path)
+    def create(cls, path: Path | None, now: datetime) -> RunFolder:
+        """Makes the folder; without a path `runs/<YYYYmmdd-HHMMSS>` under the working directory, with -2, -3, ... if
+        that is taken. Raises FaultError (run.dir) if the path holds something already, or cannot be made.
+        """
+        if path is not None:
+            return cls(_made(path))
+        first = RUNS.absolute() / f"{now:%Y%m%d-%H%M%S}"
+        others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+        candidates = itertools.chain((first,), others)
+        while True:
+            with contextlib.suppress(_TakenError):  # by a run that began in the same second
+                return cls(_made(next(candidates)))
 
     @staticmethod
-    def refuse_if_taken(path: Path) -> None:
-        """Raises FaultError (run.dir) if the path holds something already. Makes nothing."""
+    def refuse(path: Path | None) -> None:
+        """Raises FaultError (run.dir) if the path holds something already, or its folder cannot be written to. Makes
+        nothing.
+        """
+        wanted = path if path is not None else RUNS / "new"
         try:
-            if path.exists() and not path.is_dir():
-                raise _refused(path, "is a file, not a folder")
-            if path.is_dir() and any(path.iterdir()):
-                raise _refused(path, "exists and is not empty, and a run never writes over another")
+            if wanted.exists() and not wanted.is_dir():
+                raise _refused(wanted, "is a file, not a folder")
+            if wanted.is_dir() and any(wanted.iterdir()):
+                raise _TakenError([_fault(wanted, "exists and is not empty, and a run never writes over another")])
+            there = next(folder for folder in (wanted.absolute(), *wanted.absolute().parents) if folder.exists())
         except (OSError, ValueError) as error:
-            raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
-
-    @staticmethod
-    def default_path(now: datetime) -> Path:
-        """`runs/<YYYYmmdd-HHMMSS>` under the working directory, with -2, -3, ... if it is taken."""
-        first = RUNS / f"{now:%Y%m%d-%H%M%S}"
-        path, number = first, 1
-        while path.exists():
-            number += 1
-            path = first.with_name(f"{first.name}-{number}")
-        return path
+            raise _refused(wanted, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
+        if not there.is_dir():
+            raise _refused(wanted, f"cannot be made ({there} is a file)")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise _refused(wanted, f"cannot be made ({there} cannot be written to)")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -208,8 +213,24 @@ def event_fields(event: Event) -> dict[str, Any]:
             return {"request": event.request, "name": event.name, "shape": shape, "dtype": str(array.dtype)}
 
 
+def _made(path: Path) -> Path:
+    RunFolder.refuse(path)
+    try:
+        # Of two runs that found the folder free at once, one makes this, and it is the folder's owner.
+        (path / "ranks").mkdir(parents=True)
+    except FileExistsError as error:
+        raise _TakenError([_fault(path, "was taken by another run just now")]) from error
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
+    return path
+
+
 def _refused(path: Path, rule: str) -> FaultError:
-    return FaultError([Fault("run.dir", str(path), rule, ANOTHER)])
+    return FaultError([_fault(path, rule)])
+
+
+def _fault(path: Path, rule: str) -> Fault:
+    return Fault("run.dir", str(path), rule, ANOTHER)
 
 
 def _snake_case(name: str) -> str:

@@ -107,7 +107,12 @@ class Session:
         return self._folder
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one."""
+        """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one.
+
+        Whatever else it raises, RankError and KeyboardInterrupt included, has stopped the ranks: enter a new session.
+        """
+        if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
+            raise TypeError(f"generate takes a list of Request, not {requests!r}; see raylysses.request_of")
         if not self._live.group.running:
             raise RuntimeError(
                 "the session has no ranks now: use it as a context manager, `with Session(config) as session:`"
@@ -123,8 +128,12 @@ class Session:
                 made[event.request][event.name] = event.array
             self._observer.on_event(rank, event)
 
-        with terminated_by_signal():
-            self._live.group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+        try:
+            with terminated_by_signal():
+                self._live.group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+        except BaseException:  # other ranks may wait for one that is gone
+            self.close()
+            raise
         report = self.report
         if not report.agreed:
             raise DisagreementError(tuple(map(str, report.disagreements)))

@@ -10,7 +10,8 @@ from types import FrameType
 
 from runtime.errors import TerminatedError
 
-HELD = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGTERM, signal.SIGHUP)
+HELD = (signal.SIGINT, *STOPPING)
 
 
 class SignalInterrupt(KeyboardInterrupt):
@@ -23,7 +24,7 @@ class SignalInterrupt(KeyboardInterrupt):
 
 @contextmanager
 def terminated_by_signal() -> Iterator[None]:
-    """SIGTERM inside ends in TerminatedError.
+    """SIGTERM inside, and SIGHUP (a terminal that is gone) unless it is ignored (`nohup`), ends in TerminatedError.
 
     It travels as KeyboardInterrupt, the one exception that Ray lets through when a signal comes during one of its
     calls.
@@ -37,7 +38,8 @@ def terminated_by_signal() -> Iterator[None]:
         received.append(signum)
         raise SignalInterrupt(signum)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    listened = [signum for signum in STOPPING if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, stop) for signum in listened}
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -45,12 +47,13 @@ def terminated_by_signal() -> Iterator[None]:
             raise TerminatedError(received[0]) from interrupt
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager
 def signals_held(*, repeat: bool = False) -> Iterator[None]:
-    """Nothing inside is cut short by SIGINT or SIGTERM. repeat: raise them afterwards; else they are forgotten."""
+    """Nothing inside is cut short by one of `HELD`. repeat: raise them afterwards; else they are forgotten."""
     if not _in_main_thread():
         yield
         return

@@ -46,7 +46,7 @@ class Experiment:
 class _Recorder:
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
-    def __init__(self, config: RunConfig, asked: Experiment, path: Path, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, asked: Experiment, path: Path | None, progress: Progress) -> None:
         self._config, self._asked, self._path, self._progress = config, asked, path, progress
         self.folder: RunFolder | None = None
         self.results: Results | None = None
@@ -56,7 +56,7 @@ class _Recorder:
 
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
-        self.folder = RunFolder.create(self._path)
+        self.folder = RunFolder.create(self._path, datetime.now())
         mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
         self.folder.write_config(mapping)
 
@@ -112,10 +112,10 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
     registry = Registry(config.attention.register)
     backends = parse_backends(asked.backends, config.attention, registry)
     refuse_shadows()
-    path = Path(config.run.dir) if config.run.dir is not None else RunFolder.default_path(datetime.now())
-    RunFolder.refuse_if_taken(path.absolute())
+    path = Path(config.run.dir).absolute() if config.run.dir is not None else None
+    RunFolder.refuse(path)
     with terminated_by_signal(), make_progress(1, requests=len(asked.shapes), noun="shape") as progress:
-        recorder = _Recorder(config, asked, path.absolute(), progress)
+        recorder = _Recorder(config, asked, path, progress)
         live = LiveRanks(config, progress.message)
         try:
             heads = common_heads(asked.shapes)

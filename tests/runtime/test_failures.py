@@ -95,7 +95,7 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path, line: str, sig
     assert_nothing_left(processes)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> None:
     run = Running(tmp_path / "run", LONG)
     run.wait_for_step(0)
@@ -108,6 +108,6 @@ def test_a_signal_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> Non
     assert "Traceback" not in outcome.err
     told = summary(run.folder)
     assert told["status"] == "interrupted"
-    stopped = {2: "interrupted by SIGINT", 15: "stopped by signal 15"}
+    stopped = {1: "stopped by signal 1", 2: "interrupted by SIGINT", 15: "stopped by signal 15"}
     assert told["error"]["message"] == stopped[signum]
     assert_nothing_left(processes)

@@ -31,6 +31,8 @@ def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
         ("generate.frames=16", "a video has 4n + 1 frames; use 13 or 17"),
         ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
         ("model.path=no/such/folder", "there is no such folder"),
+        ("model.path=~/no-such-folder", f"model.path={Path.home()}/no-such-folder: there is no such folder"),
+        ("model.path=Some-Org/Wan-5B", "run `hf download Some-Org/Wan-5B --local-dir Wan-5B`; then model.path=Wan-5B"),
         ("generate.image=no.png", "it cannot be read"),
         ("generate.guidance_2=3", "the model has one stage"),
         ("generate.width=16400", "the model places at most 16384 pixels"),

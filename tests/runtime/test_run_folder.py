@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -26,34 +28,37 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path, clock=lambda: 1000.5)
 
 
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+
+
 def lines(folder: RunFolder, rank: int = 0) -> list[dict[str, Any]]:
     text = (folder.path / "ranks" / f"rank{rank}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    assert RunFolder.create(tmp_path / "a" / "b").path.is_dir()
+    assert RunFolder.create(tmp_path / "a" / "b", NOW).path.is_dir()
     (tmp_path / "empty").mkdir()
-    assert RunFolder.create(tmp_path / "empty").path.is_dir()
+    assert RunFolder.create(tmp_path / "empty", NOW).path.is_dir()
 
 
 def test_of_two_runs_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path / "run")
+    RunFolder.create(tmp_path / "run", NOW)
     with pytest.raises(FaultError, match=r"run\.dir=.*is not empty"):
-        RunFolder.create(tmp_path / "run")
+        RunFolder.create(tmp_path / "run", NOW)
 
 
 def test_to_ask_whether_a_folder_is_taken_makes_nothing(tmp_path: Path) -> None:
-    RunFolder.refuse_if_taken(tmp_path / "new" / "run")
+    RunFolder.refuse(tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FaultError, match="cannot be made"):
-        RunFolder.refuse_if_taken(tmp_path / ("x" * 300))
+        RunFolder.refuse(tmp_path / ("x" * 300))
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "video.mp4").touch()
     with pytest.raises(FaultError, match="exists and is not empty") as caught:
-        RunFolder.create(tmp_path)
+        RunFolder.create(tmp_path, NOW)
     fault = caught.value.faults[0]
     assert (fault.key, fault.value) == ("run.dir", str(tmp_path))
     assert "another folder" in fault.remedy
@@ -64,17 +69,40 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(FaultError, match=r"^run\.dir="):
-        RunFolder.create(file / below)
+        RunFolder.create(file / below, NOW)
 
 
 def test_the_default_path_is_the_time_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    now = datetime(2026, 3, 4, 5, 6, 7)
-    taken = []
-    for _ in range(3):
-        taken.append(RunFolder.default_path(now))
-        RunFolder.create(taken[-1])
-    assert taken == [Path("runs/20260304-050607"), Path("runs/20260304-050607-2"), Path("runs/20260304-050607-3")]
+    names = [RunFolder.create(None, NOW).path.relative_to(tmp_path).as_posix() for _ in range(3)]
+    assert names == ["runs/20260304-050607", "runs/20260304-050607-2", "runs/20260304-050607-3"]
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    barrier, made = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        made.append(RunFolder.create(None, NOW).path)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 8
+
+
+def test_a_folder_that_nobody_may_write_to_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(FaultError, match=f"cannot be made .{tmp_path} cannot be written to."):
+        RunFolder.refuse(tmp_path / "a" / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FaultError, match=r"run\.dir=runs/new: cannot be made"):
+        RunFolder.refuse(None)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +179,8 @@ import os
 from pathlib import Path
 from parallel.events import Step
 from runtime.run_folder import RunFolder
-folder = RunFolder.create(Path({str(tmp_path / "run")!r}))
+from datetime import datetime
+folder = RunFolder.create(Path({str(tmp_path / "run")!r}), datetime.now())
 folder.append(1, Step(0, 1, 2, 0.5))
 folder.append(1, Step(0, 2, 2, 0.5))
 os._exit(9)

@@ -25,6 +25,7 @@ from runtime.errors import DisagreementError, RankError
 from runtime.model_folder import folder_of
 from runtime.requests import Request, request_of
 from runtime.session import Observer, Session
+from tests.runtime.command import gone_within
 from tests.wan_folders import folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -181,6 +182,18 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
     with Session(config) as session:
         with pytest.raises(FaultError, match=r"generate\.frames=8"):
             session.generate([request_of(config), replace(request_of(config), frames=8)])
+        for field, value, message in (
+            ("steps", "3", r"generate\.steps=3: takes a whole number"),
+            ("seed", -1, r"run\.seed=-1: takes a whole number"),
+            ("prompt", None, r"generate\.prompt: is missing"),
+            ("prompt", 5, r"generate\.prompt=5: takes text"),
+            ("image", "first.png", r"generate\.image=first\.png: takes bytes"),
+        ):
+            with pytest.raises(FaultError, match=message):
+                session.generate([replace(request_of(config), **{field: value})])
+        for wrong in (request_of(config), ["a red circle"]):
+            with pytest.raises(TypeError, match="generate takes a list of Request, not "):
+                session.generate(wrong)  # type: ignore[arg-type]
         assert len(session.generate([request_of(config)])) == 1
 
 
@@ -200,13 +213,14 @@ def test_without_the_exchange_the_answer_is_another() -> None:
 def test_a_rank_that_skips_a_layer_ends_the_run_by_its_own_error() -> None:
     config = config_of(TINY_WAN, 2)
 
-    with (
-        pytest.raises(
+    with Session(config, worker="tests.runtime.doubles.SkippingRank") as session:
+        with pytest.raises(
             RankError, match=r"rank 1 .*LayerOrderError: transformer: blocks\.2\.attn2 was called, and it is"
-        ),
-        Session(config, worker="tests.runtime.doubles.SkippingRank") as session,
-    ):
-        session.generate([request_of(config)])
+        ):
+            session.generate([request_of(config)])
+        assert gone_within([place.pid for place in session.places], 10.0)
+        with pytest.raises(RuntimeError, match="the session has no ranks now"):
+            session.generate([request_of(config)])
 
 
 def test_ranks_that_choose_differently_stop_the_run_with_both_sides_shown() -> None:
