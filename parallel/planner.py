@@ -284,7 +284,7 @@ def _raise_loss(
             f"{better}"
         )
         remedy = f"set parallel.ulysses={way.grid.ulysses} parallel.strategy=ring to have it"
-        raise FaultError([Fault("parallel.strategy", AUTO, f"not {way}: {rule}", remedy)])
+        raise FaultError([Fault("parallel.strategy", AUTO, rule, remedy)])
 
 
 def _refusal(way: Way, error: FaultError) -> FaultError:

@@ -90,8 +90,11 @@ class RunFolder:
         while self._ranks:
             self._ranks.popitem()[1].close()
 
-    def write_config(self, mapping: Mapping[str, Any], registered: Mapping[str, str] | None = None) -> Path:
+    def write_config(
+        self, mapping: Mapping[str, Any], registered: Mapping[str, str] | None = None, comment: str = CONFIG_COMMENT
+    ) -> Path:
         """config.yaml, which --config takes; `mapping` is a file's content, as `configs.compose.to_mapping` has it.
+        comment: how to repeat the run, above it.
 
         registered: backends by class path. They are code, which a file may not name, so they stand there as a comment.
         """
@@ -102,7 +105,7 @@ class RunFolder:
         readable = not any(end in text for text in _texts(plain) for end in UNICODE_LINE_ENDS)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, width=1_000_000)
         flags = "".join(f"# and with attention.register.{name}={path}\n" for name, path in (registered or {}).items())
-        return self._write_text("config.yaml", CONFIG_COMMENT + flags + text)
+        return self._write_text("config.yaml", comment + flags + text)
 
     def append(self, rank: int, event: Event) -> None:
         """One line in ranks/rank{rank}.jsonl, handed to the operating system before this returns."""

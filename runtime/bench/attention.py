@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from typing import Any
 
 from backends.registry import Registry
 from configs.compose import to_mapping
-from configs.faults import Fault, FaultError
-from configs.schema import ParallelConfig, RunConfig
+from configs.faults import FaultError
+from configs.schema import AttentionConfig, ParallelConfig, RunConfig
 from parallel.events import Phase, Step
-from runtime.bench.grid import Shape, cases_of, common_heads, parse_backends
+from runtime.bench.choice import NOTHING, refuse_if_nothing_is_served
+from runtime.bench.grid import Shape, cases_of, common_heads, own_settings, parse_backends
 from runtime.bench.record import Facts, record
 from runtime.bench.results import Checked, Refused, Results, RoundDone, wrong
 from runtime.bench.spec import BenchSpec
@@ -43,6 +45,19 @@ class Experiment:
     causal: bool
 
 
+def command_of(asked: Experiment) -> str:
+    """The command that repeats an experiment with the config.yaml that it stands in."""
+    options = {
+        "--shapes": ",".join(map(str, asked.shapes)),
+        "--plans": ",".join(asked.plans),
+        "--backends": asked.backends,
+        "--rounds": str(asked.rounds),
+    }
+    words = [word for name, value in options.items() if value is not None for word in (name, value)]
+    causal = ["--causal"] if asked.causal else []
+    return shlex.join(["raylysses", "bench", "attention", "--config", "config.yaml", *words, *causal])
+
+
 class _Recorder:
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
@@ -58,7 +73,7 @@ class _Recorder:
         self._progress.expect(len(places))
         self.folder = RunFolder.create(self._path, datetime.now())
         mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        self.folder.write_config(mapping)
+        self.folder.write_config(own_settings(mapping), comment=f"# {command_of(self._asked)}\n")
 
     def begin(self, results: Results, ground: Ground, places: Sequence[RankPlace]) -> None:
         config, asked = self._config, self._asked
@@ -118,8 +133,7 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
         recorder = _Recorder(config, asked, path, progress)
         live = LiveRanks(config, progress.message)
         try:
-            heads = common_heads(asked.shapes)
-            ground = live.start(lambda: survey_ranks(config, heads, registry), worker, recorder.on_placed)
+            ground = live.start(lambda: _survey(config, asked, backends, registry), worker, recorder.on_placed)
             cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
             results = Results(cases, asked.shapes, ground.world_size)
             recorder.begin(results, ground, live.group.places)
@@ -131,12 +145,22 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
                 recorder.write("interrupted" if stopped else "failed", error)
                 recorder.show()
+                if recorder.folder is not None:
+                    progress.message(f"what the bench recorded until then is in {recorder.folder.path}")
             raise
         finally:
             live.close()
             if recorder.folder is not None:
                 recorder.folder.close()
     return _concluded(recorder, results)
+
+
+def _survey(config: RunConfig, asked: Experiment, backends: dict[str, AttentionConfig], registry: Registry) -> Ground:
+    """What the cluster gives, if anything of the grid is served there. Raises PlacementError, and FaultError."""
+    ground = survey_ranks(config, common_heads(asked.shapes), registry)
+    cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
+    refuse_if_nothing_is_served(cases, asked.causal, ground.dtype, ground.world_size, ground.device, registry)
+    return ground
 
 
 def _concluded(recorder: _Recorder, results: Results) -> Path:
@@ -154,6 +178,5 @@ def _concluded(recorder: _Recorder, results: Results) -> Path:
     if error is not None:
         raise error
     if not any(row.outcome == "timed" and not row.case.is_baseline for row in rows):
-        rule = "nothing of the grid is served; the table says why"
-        raise FaultError([Fault("--plans", None, rule, "give other plans, backends or shapes")])
+        raise FaultError([replace(NOTHING, rule=f"{NOTHING.rule}; the table says why")])
     return recorder.folder.path

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, gcd
+from typing import Any
 
 from backends.entries import resolve_entry
 from backends.registry import Registry
@@ -112,6 +113,10 @@ def parse_backends(text: str | None, config: AttentionConfig, registry: Registry
     """The configuration of each backend that is named; without names the one at hand, by what it says of `self`.
     Raises FaultError.
     """
+    others = [role for role in config.per_role if role != ROLE]
+    if others:
+        key, rule = f"attention.per_role.{others[0]}", f"a bench has the role {ROLE} alone, and nothing would use it"
+        raise FaultError([Fault(key, None, rule, "leave it out", origin=config.origins.get(key, ""))])
     if text is None:
         entry = resolve_entry(ROLE, ROLE, config)
         return {AUTO if entry.explicit is None else entry.explicit.backend: config}
@@ -144,6 +149,18 @@ def unused_settings(words: Sequence[str]) -> list[Fault]:
             found.append(Fault(key, value, "the plans are given with --plans", "write --plans ring,2x2 and the like"))
         elif key.startswith(_OF_VIDEOS):
             found.append(Fault(key, value, "a bench makes no video, and nothing would use it", "leave it out"))
+    return found
+
+
+def own_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a bench has a use for, of a configuration as a file has it."""
+    found: dict[str, Any] = {}
+    for group, values in mapping.items():
+        kept = {
+            name: value for name, value in values.items() if not f"{group}.{name}".startswith((*_OF_VIDEOS, *_OF_PLANS))
+        }
+        if kept:
+            found[group] = kept
     return found
 
 

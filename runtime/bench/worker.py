@@ -14,15 +14,14 @@ import torch.distributed as dist
 from backends.interface import AttentionMetadata
 from backends.kernels.reference import plain_attention
 from backends.registry import Registry
-from backends.requirements import NO_FEATURES
 from configs.faults import FaultError
 from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import Event, Phase, Step
 from parallel.pieces import take
 from parallel.plan import Stream
-from parallel.planner import RoleCall, choose
 from parallel.rows import Rows, rows
+from runtime.bench.choice import choice_of
 from runtime.bench.grid import ROLE, Case, Shape
 from runtime.bench.results import Checked, Refused, Report, RoundDone
 from runtime.bench.spec import BenchSpec
@@ -139,25 +138,8 @@ class BenchRank(Member):
 
     def _choice(self, case: Case, causal: bool) -> tuple[str, tuple[str, ...]]:
         """What a case gets on this rank, or why it gets nothing."""
-        shape = case.shape
-        call = RoleCall(
-            kind="self",
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_size=shape.head_size,
-            dtype=self.spec.dtype,
-            causal=causal,
-            features=NO_FEATURES,
-            skip=case.is_baseline,
-        )
-        selector = self._context(case).selector
         try:
-            planned = choose(
-                call,
-                self.mesh.world_size,
-                case.parallel,
-                lambda required: selector.select(ROLE, required, allow_trtllm_default=True),
-            )
+            planned = choice_of(case, causal, self.spec.dtype, self.mesh.world_size, self._context(case).selector)
         except FaultError as error:
             return "", tuple(str(fault) for fault in error.faults)
         chosen = planned.selection

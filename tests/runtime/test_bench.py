@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,12 @@ class OneShapeRank(BenchRank):
                 raise RuntimeError("no room for the second shape")
 
 
+def repeated(folder: Path) -> list[str]:
+    """The words of the command in the comment of config.yaml."""
+    comment, *_ = (folder / "config.yaml").read_text().splitlines()
+    return shlex.split(comment.removeprefix("# "))
+
+
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 
@@ -100,6 +107,10 @@ def test_shapes_and_plans_are_read() -> None:
         (("--backends", "REFERENCE", "attention.default=TORCH_SDPA"), "attention.default: nothing would use it"),
         (("parallel.strategy=ring",), "parallel.strategy=ring: the plans are given with --plans"),
         (("generate.steps=2",), "generate.steps=2: a bench makes no video"),
+        (
+            ("attention.per_role.cross=TORCH_SDPA",),
+            "attention.per_role.cross: a bench has the role self alone, and nothing would use it; leave it out",
+        ),
     ],
     ids=str,
 )
@@ -268,6 +279,21 @@ def test_causal_attention_in_bfloat16_is_compared_with_its_own_rows(tmp_path: Pa
     content = recorded(folder)
     assert content["status"] == "done"
     assert (content["causal"], content["dtype"]) == (True, "bfloat16")
+    words = [
+        "--shapes",
+        "1x150x4x16x2",
+        "--plans",
+        "ulysses,ring,gather_kv",
+        "--backends",
+        "REFERENCE",
+        "--rounds",
+        "1",
+    ]
+    assert repeated(folder) == ["raylysses", "bench", "attention", "--config", "config.yaml", *words, "--causal"]
+    settings, faults = compose(["generate.prompt=x"], file=folder / "config.yaml")
+    assert settings is not None, faults
+    assert (settings.run.dtype, settings.parallel.world_size) == ("bfloat16", 2)
+    assert "prompt" not in (folder / "config.yaml").read_text()
     assert [row["outcome"] for row in content["rows"]] == ["timed"] * 4
     assert all(1e-5 < row["error"] <= row["tolerance"] == 5e-3 for row in content["rows"])
 
@@ -275,9 +301,10 @@ def test_causal_attention_in_bfloat16_is_compared_with_its_own_rows(tmp_path: Pa
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_grid_of_which_nothing_is_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FaultError, match="nothing of the grid is served"):
-        bench_attention(composed(tmp_path / "run", 2), Experiment((SMALL,), parse_plans("3x1"), None, 1, False))
-    assert {row["outcome"] for row in recorded(tmp_path / "run")["rows"]} == {"timed", "refused"}
+    with pytest.raises(FaultError, match="nothing of the grid is served") as caught:
+        bench_attention(composed(tmp_path / "run", 2), Experiment((SMALL,), parse_plans("3x1,local"), None, 1, False))
+    assert [fault.key for fault in caught.value.faults] == ["parallel.ulysses", "parallel.strategy", "bench"]
+    assert not (tmp_path / "run").exists()  # no rank was started for it
 
 
 @pytest.mark.ray
