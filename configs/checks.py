@@ -27,15 +27,15 @@ class Refusal:
 Check = Callable[[Any, str], Any]
 
 
-def whole(minimum: int, maximum: int | None = None) -> Check:
+def whole(minimum: int, maximum: int | None = None, *, example: int = 8) -> Check:
     """A whole number between the two, which count in; True is none."""
     limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    example = max(minimum, 8) if maximum is None else min(max(minimum, 8), maximum)
+    shown = max(minimum, example) if maximum is None else min(max(minimum, example), maximum)
 
     def check(value: Any, source: str) -> Any:
         if type(value) is int and minimum <= value and (maximum is None or value <= maximum):
             return value
-        return Refusal(f"takes a whole number {limits}", f"give one, such as {example}")
+        return Refusal(f"takes a whole number {limits}", f"give one, such as {shown}")
 
     return check
 

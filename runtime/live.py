@@ -42,7 +42,8 @@ class LiveRanks:
         _connect(config, self._starter)
         ground = survey()
         chosen = "" if config.parallel.world_size else " (parallel.world_size=auto)"
-        self._tell(f"{ground.world_size} ranks on {ground.device.label}, {ground.dtype}{chosen}")
+        ranks = "1 rank" if ground.world_size == 1 else f"{ground.world_size} ranks"
+        self._tell(f"{ranks} on {ground.device.label}, {ground.dtype}{chosen}")
         self.group.place(ground.world_size, ground.device.platform, ground.nodes)
         on_placed(self.group.places)
         self._tell("importing torch and the model's library on every rank")

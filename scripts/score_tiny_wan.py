@@ -105,7 +105,7 @@ def _score(config: RunConfig, tasks: Sequence[_Task], strips: list[Strip] | None
     session.check([task.request for task in tasks])
     with session:
         device = session.device.label if session.device is not None else ""
-        print(f"{session.world_size} ranks on {device}", file=sys.stderr)
+        print(f"{session.world_size} {'rank' if session.world_size == 1 else 'ranks'} on {device}", file=sys.stderr)
         began = time.monotonic()
         for task in tasks:
             (video,) = session.generate([task.request])

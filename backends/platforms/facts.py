@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from packaging.version import InvalidVersion, Version
 
-from configs.faults import Fault, FaultError
+from configs.faults import Fault, FaultError, nearest
 
 ANY_VERSION = "any"
 
@@ -118,6 +118,10 @@ def local_device(platform: str, distributions: Iterable[str]) -> DeviceFacts:
     return DeviceFacts(platform, capability, name, memory, packages)
 
 
+_PRODUCTS = MappingProxyType(
+    {"gpu": "cuda:9.0", "a100": "cuda:8.0", "l40s": "cuda:8.9", "h100": "cuda:9.0", "h200": "cuda:9.0"}
+    | {"b200": "cuda:10.0", "b300": "cuda:10.3", "mi300x": "rocm:gfx942", "mi355x": "rocm:gfx950"}
+)
 _EXAMPLES = "cpu, cuda:9.0 (Hopper), cuda:10.0 (Blackwell), rocm:gfx942, npu, xpu or musa:3.1"
 
 
@@ -134,4 +138,21 @@ def parse_device(text: str, packages: Mapping[str, str], all_packages: bool) -> 
     if platform == "rocm" and re.fullmatch(r"gfx[0-9a-f]{3,5}", chip):
         return replace(facts, architecture=chip)
     rule = "is not a device; it is a platform, for cuda and musa with a compute capability, for rocm with a gfx name"
-    raise FaultError([Fault("--device", text, rule, f"use {_EXAMPLES}")])
+    meant = _meant(platform, chip)
+    raise FaultError([Fault("--device", text, rule, f"did you mean {meant}?" if meant else f"use {_EXAMPLES}")])
+
+
+def _meant(platform: str, chip: str) -> str | None:
+    """The nearest device: of a product's name, of a capability without its minor, of a misspelt platform."""
+    name = platform.casefold()
+    if name in _PRODUCTS:
+        return _PRODUCTS[name]
+    if name in ("cpu", "npu", "xpu"):  # too short for a likeness to say which
+        return name
+    close = nearest(name, ("cuda", "rocm", "musa"), count=1)
+    if not close:
+        return None
+    if close[0] == "rocm":
+        return f"rocm:{chip or 'gfx942'}" if not chip or chip.startswith("gfx") else None
+    major, _, minor = (chip or {"cuda": "9", "musa": "3.1"}[close[0]]).partition(".")
+    return f"{close[0]}:{major}.{minor or 0}" if major.isdecimal() and (minor or "0").isdecimal() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pickle
+import re
 import stat
 import subprocess
 from collections.abc import Callable
@@ -143,7 +144,24 @@ def test_what_is_not_a_device_is_refused(text: str) -> None:
         parse_device(text, {}, False)
     (fault,) = caught.value.faults
     assert (fault.key, fault.value) == ("--device", text)
-    assert "cuda:9.0" in fault.remedy
+    meant = re.fullmatch(r"did you mean (.*)\?", fault.remedy)
+    if meant is None:
+        assert "cuda:9.0" in fault.remedy
+    else:
+        assert parse_device(meant[1], {}, False).label == meant[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *(("cuda:9", "cuda:9.0"), ("cuda", "cuda:9.0"), ("cud:8.6", "cuda:8.6"), ("CUDA:10.0", "cuda:10.0")),
+        *(("h100", "cuda:9.0"), ("B200", "cuda:10.0"), ("gpu", "cuda:9.0"), ("mi300x", "rocm:gfx942")),
+        *(("rocm", "rocm:gfx942"), ("rcom:gfx950", "rocm:gfx950"), ("musa", "musa:3.1"), ("npu:1", "npu")),
+    ],
+)
+def test_what_was_probably_meant_is_said(text: str, meant: str) -> None:
+    with pytest.raises(FaultError, match=re.escape(f"did you mean {meant}?")):
+        parse_device(text, {}, False)
 
 
 def test_facts_survive_pickling() -> None:
