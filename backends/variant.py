@@ -173,10 +173,10 @@ class Variant:
             version = device.version(name)
             if version is not None and not _is_at_least(version, least):
                 rule = f"{name} {version} is too old; it needs {least} or newer"
-                yield Fault("packages", f"{name} {version}", rule, f"pip install -U {name}")
+                yield Fault("packages", f"{name} {version}", rule, self.install or f"pip install -U {name}")
         for name, limit in self.below:
             version = device.version(name)
-            if version is not None and version != ANY_VERSION and _is_at_least(version, limit):
+            if version is not None and version != ANY_VERSION and _is_at_least(version, f"{limit}.dev0"):
                 rule = f"{name} {version} is too new; it needs one below {limit}"
                 yield Fault("packages", f"{name} {version}", rule, self.install)
 

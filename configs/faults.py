@@ -28,7 +28,7 @@ class Fault:
     origin: str = ""
 
     def __hash__(self) -> int:
-        return hash((self.key, repr(self.value), self.rule, self.remedy, self.origin))  # a value may be a list
+        return hash((self.key, self.rule, self.remedy, self.origin))  # the value may be a list
 
     def __str__(self) -> str:
         subject = self.key if self.value is None else f"{self.key}={self.value}"

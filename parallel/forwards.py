@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -155,6 +155,12 @@ class Forwards:
     def _agreed(self, layer: Attention) -> Features:
         """What a layer's calls carry in this forward."""
         return self._carried.get(layer.rules.role, layer.rules.call.features)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "a model whose sequence is shared cannot be copied, as its hooks belong to it alone: copy it before "
+            "raylysses.sequence_parallel, or after the close() of what that returned"
+        )
 
     def plan_for(
         self, layer: Attention, metadata: AttentionMetadata | None = None, *, query: torch.Tensor | None = None

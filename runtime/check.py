@@ -58,8 +58,10 @@ def _value_faults(request: Request) -> list[Fault]:
     for field in fields(request):
         key, value = f"{'run' if field.name == 'seed' else 'generate'}.{field.name}", getattr(request, field.name)
         if field.name == "image":
-            checked = value if value is None or isinstance(value, bytes) else Refusal("takes bytes", "read the file")
-        elif value is None and field.name != "guidance_2":
+            if value is not None and not isinstance(value, bytes):
+                found.append(Fault(key, type(value).__name__, "takes bytes, the content of a file", "read the file"))
+            continue
+        if value is None and field.name != "guidance_2":
             checked = Refusal("is missing", "give it a value")
         else:
             checked = check_value(key, value, repr(value))

@@ -117,7 +117,7 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
 def _request_faults(config: RunConfig, folder: FolderFacts) -> list[Fault]:
     """What `generate` would refuse of the request; as of a prompt, nobody need give an image here."""
     image, faults = read_image(config.generate.image)
-    found = [] if faults else request_faults(request_of(config, image), folder)
+    found = request_faults(request_of(config, image), folder)
     return faults + [fault for fault in found if fault.key != "generate.image" or image is not None]
 
 

@@ -56,7 +56,7 @@ def folder_of(path: str) -> Path:
 
 
 def _way_to(path: str) -> str:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith(".") or Path(path).parent.exists():
         return GIVE_FOLDER
     name = path.rpartition("/")[2]
     return f"for a model of the Hugging Face Hub, run `hf download {path} --local-dir {name}`; then model.path={name}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from configs.schema import RunConfig
@@ -25,6 +26,17 @@ class Request:
     width: int
     fps: int
     image: bytes | None = None
+
+
+def with_plain_numbers(request: Request) -> Request:
+    """The request with numbers of numpy's as Python's."""
+    return replace(request, **{field.name: _plain(getattr(request, field.name)) for field in fields(request)})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def request_of(config: RunConfig, image: bytes | None = None) -> Request:

@@ -63,17 +63,19 @@ class RunFolder:
         """Raises FaultError (run.dir) if the path holds something already, or its folder cannot be written to. Makes
         nothing.
         """
-        wanted = path if path is not None else RUNS / "new"
+        wanted = path if path is not None else RUNS
         try:
             if wanted.exists() and not wanted.is_dir():
                 raise _refused(wanted, "is a file, not a folder")
-            if wanted.is_dir() and any(wanted.iterdir()):
-                raise _TakenError([_fault(wanted, "exists and is not empty, and a run never writes over another")])
-            there = next(folder for folder in (wanted.absolute(), *wanted.absolute().parents) if folder.exists())
+            if path is not None and path.is_dir() and any(path.iterdir()):
+                raise _TakenError([_fault(path, "exists and is not empty, and a run never writes over another")])
+            there = next(
+                folder for folder in (wanted.absolute(), *wanted.absolute().parents) if os.path.lexists(folder)
+            )
         except (OSError, ValueError) as error:
             raise _refused(wanted, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
         if not there.is_dir():
-            raise _refused(wanted, f"cannot be made ({there} is a file)")
+            raise _refused(wanted, f"cannot be made ({there} is no folder)")
         if not os.access(there, os.W_OK | os.X_OK):
             raise _refused(wanted, f"cannot be made ({there} cannot be written to)")
 
@@ -221,9 +223,9 @@ def _made(path: Path) -> Path:
     try:
         # Of two runs that found the folder free at once, one makes this, and it is the folder's owner.
         (path / "ranks").mkdir(parents=True)
-    except FileExistsError as error:
-        raise _TakenError([_fault(path, "was taken by another run just now")]) from error
     except (OSError, ValueError) as error:
+        if isinstance(error, FileExistsError) and path.is_dir():
+            raise _TakenError([_fault(path, "was taken by another run just now")]) from error
         raise _refused(path, f"cannot be made ({getattr(error, 'strerror', None) or error})") from error
     return path
 

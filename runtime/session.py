@@ -19,7 +19,7 @@ from runtime.live import LiveRanks
 from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
 from runtime.preflight import check_without_ray, survey
 from runtime.report import SelectionReport, merge
-from runtime.requests import Generation, Request
+from runtime.requests import Generation, Request, with_plain_numbers
 from runtime.signals import terminated_by_signal
 
 
@@ -109,14 +109,16 @@ class Session:
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one.
 
-        Whatever else it raises, RankError and KeyboardInterrupt included, has stopped the ranks: enter a new session.
+        Whatever it raises once ranks have started on them, RankError and KeyboardInterrupt included, has stopped the
+        ranks: enter the session anew.
         """
         if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
-            raise TypeError(f"generate takes a list of Request, not {requests!r}; see raylysses.request_of")
+            raise TypeError(f"generate takes a list of Request, not {_kinds(requests)}; see raylysses.request_of")
         if not self._live.group.running:
             raise RuntimeError(
                 "the session has no ranks now: use it as a context manager, `with Session(config) as session:`"
             )
+        requests = tuple(map(with_plain_numbers, requests))
         folder = self.check()
         raise_if_any(fault for request in requests for fault in request_faults(request, folder))
         made: dict[int, dict[str, Any]] = {index: {} for index in range(len(requests))}
@@ -130,13 +132,13 @@ class Session:
 
         try:
             with terminated_by_signal():
-                self._live.group.drive("run", [(tuple(requests),)] * self.world_size, on_event)
+                self._live.group.drive("run", [(requests,)] * self.world_size, on_event)
+            report = self.report
+            if not report.agreed:
+                raise DisagreementError(tuple(map(str, report.disagreements)))
         except BaseException:  # other ranks may wait for one that is gone
             self.close()
             raise
-        report = self.report
-        if not report.agreed:
-            raise DisagreementError(tuple(map(str, report.disagreements)))
         return [Generation(request, **made[index]) for index, request in enumerate(requests)]
 
     def close(self) -> None:
@@ -154,3 +156,10 @@ class Session:
         config = replace(self.config, model=ModelConfig(absolute))
         specs = self._live.specs(ground, config, self._registry.paths(), folder.pipeline)
         self._live.group.set_up(specs, self._observer.on_event)
+
+
+def _kinds(given: Any) -> str:
+    """The types of what was given, and not the values, which may be whole images."""
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        return type(given).__name__
+    return f"a list of {', '.join(sorted({type(item).__name__ for item in given}))}"

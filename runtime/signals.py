@@ -58,7 +58,9 @@ def signals_held(*, repeat: bool = False) -> Iterator[None]:
         yield
         return
     pending: list[int] = []
-    previous = {signum: signal.signal(signum, lambda number, frame: pending.append(number)) for signum in HELD}
+    # One that is ignored stays so: what Ray starts meanwhile inherits that, under `nohup` for one.
+    held = [signum for signum in HELD if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, lambda number, frame: pending.append(number)) for signum in held}
     try:
         yield
     finally:

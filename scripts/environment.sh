@@ -6,14 +6,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # What an environment was made of: it holds absolute paths, and links to the Python beneath.
-ingredients() { "$1" --version && command -v "$1" && pwd && cat pyproject.toml constraints.txt; }
+ingredients() { "$1" --version && "$1" -c 'import sys; print(sys.base_prefix)' && pwd && cat pyproject.toml constraints.txt; }
 
 if [[ -n ${PYTHON:-} ]]; then
   python=$PYTHON
 else
   folder=$1 extras=$2 keep=${3:-} base=
   for candidate in python3 python3.13 python3.12 python3.11; do
-    if new_enough "$candidate"; then base=$candidate && break; fi
+    # The one beneath an environment that is active, which may be the one that is made anew.
+    if new_enough "$candidate"; then base=$("$candidate" -c 'import sys; print(sys._base_executable)') && break; fi
   done
   if [[ -z $base ]]; then
     echo "PYTHON=: no Python 3.11 or newer is on the path; name one: PYTHON=/path/to/python bash $0" >&2

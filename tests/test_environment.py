@@ -11,6 +11,8 @@ from tests.conftest import CHECKOUT
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   --version) echo "Python $VERSION" ;;
+  *_base_executable*) echo "$HOME_OF_PYTHON/python3" ;;
+  *base_prefix*) echo "$HOME_OF_PYTHON" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip "*) echo "$*" >>"$ASKED"; exit "${FAILS:-0}" ;;
 esac
@@ -39,6 +41,7 @@ def installs(checkout: Path, keep: str = "keep", **variables: str) -> int:
         "PATH": f"{checkout.parent / 'bin'}:{os.environ['PATH']}",
         "ASKED": str(asked),
         "VERSION": "3.11.9",
+        "HOME_OF_PYTHON": str(checkout.parent / "bin"),
         **variables,
     }
     script = f'source scripts/environment.sh .venv-x "[dev]" {keep}; test -x "$python"'
@@ -60,6 +63,14 @@ def test_an_environment_that_was_moved_or_not_finished_is_made_anew(checkout: Pa
     assert installs(checkout) == 2
     moved = checkout.rename(checkout.parent / "moved")
     assert installs(moved) == 2
+
+
+def test_an_environment_that_is_active_is_kept_or_made_anew_from_the_python_beneath_it(checkout: Path) -> None:
+    assert installs(checkout) == 2
+    active = {"PATH": f"{checkout / '.venv-x' / 'bin'}:{os.environ['PATH']}"}
+    (checkout / ".venv-x" / "bin" / "python3").symlink_to("python")
+    assert installs(checkout, **active) == 0
+    assert installs(checkout, keep="", **active) == 2
 
 
 def test_without_the_word_it_is_always_new(checkout: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -144,6 +144,7 @@ class FlexAttentionImpl(AttentionImpl):
         return out.transpose(1, 2), aux.lse
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> Any:
+        metadata = replace(metadata, mask=None if metadata.mask is None else _in_order(_narrow(metadata.mask)))
         shape = shape_of(query, key, metadata)
         lengths = shape.query_length, shape.key_length
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
@@ -168,9 +169,7 @@ class FlexAttentionImpl(AttentionImpl):
     ) -> BlockMask | None:
         lengths = shape.query_length, shape.key_length
         bounds = Bounds(device, *lengths, self.causal, metadata.window, metadata.packed)
-        mask = (
-            None if metadata.mask is None else _in_order(metadata.mask).expand(shape.batch, shape.num_heads, *lengths)
-        )
+        mask = None if metadata.mask is None else metadata.mask.expand(shape.batch, shape.num_heads, *lengths)
         if mask is None and bounds.are_none:
             return None
         return self._layout(bounds).block_mask(mask, gradient=gradient)
@@ -218,6 +217,11 @@ def _compile(device: str) -> Callable[..., Any]:
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with the strides of a new tensor, for which torch compiles; a copy if they are others."""
     return tensor.reshape(-1).view(tensor.shape)
+
+
+def _narrow(mask: torch.Tensor) -> torch.Tensor:
+    """Without the dimensions that are one row of memory over and over, which would be copied so often."""
+    return mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
 
 
 def _length_class(rows: int, keys: int) -> tuple[bool, ...]:

@@ -122,6 +122,9 @@ _PRODUCTS = MappingProxyType(
     {"gpu": "cuda:9.0", "a100": "cuda:8.0", "l40s": "cuda:8.9", "h100": "cuda:9.0", "h200": "cuda:9.0"}
     | {"b200": "cuda:10.0", "b300": "cuda:10.3", "mi300x": "rocm:gfx942", "mi355x": "rocm:gfx950"}
 )
+_UNDOTTED = MappingProxyType(
+    {"80": "8.0", "86": "8.6", "89": "8.9", "90": "9.0", "100": "10.0", "103": "10.3", "120": "12.0", "121": "12.1"}
+)
 _EXAMPLES = "cpu, cuda:9.0 (Hopper), cuda:10.0 (Blackwell), rocm:gfx942, npu, xpu or musa:3.1"
 
 
@@ -129,17 +132,19 @@ def parse_device(text: str, packages: Mapping[str, str], all_packages: bool) -> 
     """A device in the spelling of `DeviceFacts.label`, as assumed facts. Raises FaultError for anything else."""
     platform, _, chip = text.partition(":")
     facts = DeviceFacts(platform, packages=packages, all_packages=all_packages)
-    if text in ("cpu", "npu", "xpu"):
-        return facts
-    if platform in ("cuda", "musa"):
-        major, dot, minor = chip.partition(".")
-        if dot and major.isdecimal() and minor.isdecimal():
-            return replace(facts, capability=(int(major), int(minor)))
-    if platform == "rocm" and re.fullmatch(r"gfx[0-9a-f]{3,5}", chip):
-        return replace(facts, architecture=chip)
+    if _is_device(text):
+        if platform == "rocm":
+            return replace(facts, architecture=chip)
+        major, _, minor = chip.partition(".")
+        return replace(facts, capability=(int(major), int(minor))) if chip else facts
     rule = "is not a device; it is a platform, for cuda and musa with a compute capability, for rocm with a gfx name"
     meant = _meant(platform, chip)
-    raise FaultError([Fault("--device", text, rule, f"did you mean {meant}?" if meant else f"use {_EXAMPLES}")])
+    remedy = f"did you mean {meant}?" if meant and meant != text and _is_device(meant) else f"use {_EXAMPLES}"
+    raise FaultError([Fault("--device", text, rule, remedy)])
+
+
+def _is_device(text: str) -> bool:
+    return re.fullmatch(r"cpu|npu|xpu|(cuda|musa):[0-9]+\.[0-9]+|rocm:gfx[0-9a-f]{3,5}", text) is not None
 
 
 def _meant(platform: str, chip: str) -> str | None:
@@ -152,7 +157,7 @@ def _meant(platform: str, chip: str) -> str | None:
     close = nearest(name, ("cuda", "rocm", "musa"), count=1)
     if not close:
         return None
-    if close[0] == "rocm":
-        return f"rocm:{chip or 'gfx942'}" if not chip or chip.startswith("gfx") else None
-    major, _, minor = (chip or {"cuda": "9", "musa": "3.1"}[close[0]]).partition(".")
-    return f"{close[0]}:{major}.{minor or 0}" if major.isdecimal() and (minor or "0").isdecimal() else None
+    chip = chip or {"cuda": "9.0", "rocm": "gfx942", "musa": "3.1"}[close[0]]
+    if close[0] == "cuda" and chip.isdecimal():
+        chip = {**{str(major): f"{major}.0" for major in range(7, 13)}, **_UNDOTTED}.get(chip, chip)
+    return f"{close[0]}:{chip}"

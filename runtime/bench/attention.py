@@ -61,8 +61,11 @@ def command_of(asked: Experiment) -> str:
 class _Recorder:
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
-    def __init__(self, config: RunConfig, asked: Experiment, path: Path | None, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, asked: Experiment, path: Path | None, progress: Progress, registered: dict[str, str]
+    ) -> None:
         self._config, self._asked, self._path, self._progress = config, asked, path, progress
+        self._registered = registered
         self.folder: RunFolder | None = None
         self.results: Results | None = None
         self._facts: Facts | None = None
@@ -73,7 +76,8 @@ class _Recorder:
         self._progress.expect(len(places))
         self.folder = RunFolder.create(self._path, datetime.now())
         mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        self.folder.write_config(own_settings(mapping), comment=f"# {command_of(self._asked)}\n")
+        comment = f"# {command_of(self._asked)}\n"
+        self.folder.write_config(own_settings(mapping), self._registered, comment)
 
     def begin(self, results: Results, ground: Ground, places: Sequence[RankPlace]) -> None:
         config, asked = self._config, self._asked
@@ -130,7 +134,7 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
     path = Path(config.run.dir).absolute() if config.run.dir is not None else None
     RunFolder.refuse(path)
     with terminated_by_signal(), make_progress(1, requests=len(asked.shapes), noun="shape") as progress:
-        recorder = _Recorder(config, asked, path, progress)
+        recorder = _Recorder(config, asked, path, progress, registry.registrations())
         live = LiveRanks(config, progress.message)
         try:
             ground = live.start(lambda: _survey(config, asked, backends, registry), worker, recorder.on_placed)

@@ -137,7 +137,10 @@ def test_a_device_can_be_assumed(text: str, platform: str, capability: tuple[int
 
 @pytest.mark.parametrize(
     "text",
-    ["", "cuda", "cuda:", "cuda:9", "cuda:9.", "cuda:.0", "cuda:9.0.1", "cuda:-9.0", "cuda:x.y", "cpu:9.0", "tpu"],
+    [
+        *("", "cuda", "cuda:", "cuda:9", "cuda:9.", "cuda:.0", "cuda:9.0.1", "cuda:-9.0", "cuda:x.y", "cpu:9.0", "tpu"),
+        *("cuda:0", "cuda:1", "cuda:77", "rocm:gfx", "rocm:gfx9", "rocm:gfx94x"),
+    ],
 )
 def test_what_is_not_a_device_is_refused(text: str) -> None:
     with pytest.raises(FaultError) as caught:
@@ -148,6 +151,7 @@ def test_what_is_not_a_device_is_refused(text: str) -> None:
     if meant is None:
         assert "cuda:9.0" in fault.remedy
     else:
+        assert meant[1] != text
         assert parse_device(meant[1], {}, False).label == meant[1]
 
 
@@ -156,7 +160,13 @@ def test_what_is_not_a_device_is_refused(text: str) -> None:
     [
         *(("cuda:9", "cuda:9.0"), ("cuda", "cuda:9.0"), ("cud:8.6", "cuda:8.6"), ("CUDA:10.0", "cuda:10.0")),
         *(("h100", "cuda:9.0"), ("B200", "cuda:10.0"), ("gpu", "cuda:9.0"), ("mi300x", "rocm:gfx942")),
-        *(("rocm", "rocm:gfx942"), ("rcom:gfx950", "rocm:gfx950"), ("musa", "musa:3.1"), ("npu:1", "npu")),
+        *(
+            ("rocm", "rocm:gfx942"),
+            ("cuda:90", "cuda:9.0"),
+            ("rcom:gfx950", "rocm:gfx950"),
+            ("musa", "musa:3.1"),
+            ("npu:1", "npu"),
+        ),
     ],
 )
 def test_what_was_probably_meant_is_said(text: str, meant: str) -> None:

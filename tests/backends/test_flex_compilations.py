@@ -66,6 +66,17 @@ def test_masks_in_any_layout_are_read_right() -> None:
         assert relative_error(impl.forward(*qkv, AttentionMetadata(laid)), exact) <= 1e-5
 
 
+def test_an_expanded_mask_is_not_copied_at_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    ordered = flex_attention._in_order
+    monkeypatch.setattr(flex_attention, "_in_order", lambda tensor: sizes.append(tensor.numel()) or ordered(tensor))
+    mask = (torch.rand(1, 1, 1, 150, generator=torch.Generator().manual_seed(3)) < 0.6).expand(2, 4, 150, 150)
+    qkv = random_qkv(2, 150, 150, 4, 2, 16, torch.float32)
+    out = made().forward(*qkv, AttentionMetadata(mask))
+    assert relative_error(out, attention64(*qkv, scale=SCALE, mask=mask[:, :1])) <= 1e-5
+    assert sizes[0] == 150
+
+
 def within(width: int) -> Callable[..., torch.Tensor]:
     def sees(batch: Any, head: Any, row: Any, key: Any) -> Any:
         return (row - key).abs() <= width

@@ -216,6 +216,7 @@ def test_the_versions_of_flash_attention_can_be_asked_for() -> None:
             None,
             "2.2.0 is too new; it needs one below 2",
         ),
+        ("SAGE_ATTN", "cuda:9.0", {"sageattention": "2.0.0b1"}, None, "2.0.0b1 is too new; it needs one below 2"),
         ("SAGE_ATTN", "cuda:9.0", {"sageattention": "any"}, "int8", ""),
         ("FLASH_ATTN", "cuda:8.0", {"flash-attn": "2.8.3.post2"}, "fa2", ""),
         ("FLASH_ATTN", "cuda:9.0", {"flash-attn": "2.8.3"}, "fa2", ""),

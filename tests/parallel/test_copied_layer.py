@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
+import raylysses
 from backends.interface import AttentionMetadata
 from tests.parallel.contract import layer_of, qkv
 from tests.parallel.layers import context_of
+from tests.parallel.library_ranks import inputs, model, start
 
 
 @pytest.mark.parametrize("backend", ["REFERENCE", "TORCH_SDPA", "FLEX_ATTENTION"])
@@ -23,6 +26,28 @@ def test_a_copied_layer_computes_the_same_among_the_same_ranks(backend: str) -> 
     del layer
     compiled = torch.compile(copied, backend="eager")
     assert torch.equal(compiled(*qkv()), before)
+
+
+def copied_model() -> list[str]:
+    """What comes of copying a model whose sequence is shared, and then one whose is not any more."""
+    transformer = model()
+    told = []
+    with raylysses.sequence_parallel(transformer):
+        try:
+            copy.deepcopy(transformer)
+        except TypeError as error:
+            told.append(str(error))
+    copied = copy.deepcopy(transformer)
+    with torch.no_grad():
+        same = torch.equal(copied(**inputs())[0], transformer(**inputs())[0])
+    return [*told, f"the same: {same}"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_copied_before_or_after_its_sequence_is_shared(world_size: int, tmp_path: Path) -> None:
+    for told, after in start(copied_model, world_size, tmp_path):
+        assert told.startswith("a model whose sequence is shared cannot be copied, as its hooks belong to it alone")
+        assert after == "the same: True"
 
 
 class Doubling(torch.nn.Module):

@@ -72,7 +72,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
         RunFolder.create(file / below, NOW)
 
 
-def test_the_default_path_is_the_time_and_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_path_a_free_folder_is_named_for_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = [RunFolder.create(None, NOW).path.relative_to(tmp_path).as_posix() for _ in range(3)]
     assert names == ["runs/20260304-050607", "runs/20260304-050607-2", "runs/20260304-050607-3"]
@@ -101,8 +101,26 @@ def test_a_folder_that_nobody_may_write_to_is_refused_before_anything_is_made(
     with pytest.raises(FaultError, match=f"cannot be made .{tmp_path} cannot be written to."):
         RunFolder.refuse(tmp_path / "a" / "run")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FaultError, match=r"run\.dir=runs/new: cannot be made"):
+    with pytest.raises(FaultError, match=r"run\.dir=runs: cannot be made"):
         RunFolder.refuse(None)
+
+
+def test_a_default_folder_is_not_looked_for_behind_a_link_that_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(FaultError, match="runs is no folder"):
+        RunFolder.refuse(None)
+    with pytest.raises(FaultError, match="cannot be made"):
+        RunFolder.create(None, NOW)
+
+
+def test_a_run_that_took_any_name_is_in_no_others_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(Path("runs/new"), NOW)
+    RunFolder.refuse(None)
+    assert RunFolder.create(None, NOW).path.name == "20260304-050607"
 
 
 @pytest.mark.parametrize(

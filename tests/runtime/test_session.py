@@ -187,14 +187,15 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
             ("seed", -1, r"run\.seed=-1: takes a whole number"),
             ("prompt", None, r"generate\.prompt: is missing"),
             ("prompt", 5, r"generate\.prompt=5: takes text"),
-            ("image", "first.png", r"generate\.image=first\.png: takes bytes"),
+            ("image", "first.png", r"generate\.image=str: takes bytes"),
         ):
             with pytest.raises(FaultError, match=message):
                 session.generate([replace(request_of(config), **{field: value})])
-        for wrong in (request_of(config), ["a red circle"]):
-            with pytest.raises(TypeError, match="generate takes a list of Request, not "):
+        for wrong, told in ((request_of(config), "Request"), (["a red circle"], "a list of str"), ("a cat", "str")):
+            with pytest.raises(TypeError, match=f"generate takes a list of Request, not {told};"):
                 session.generate(wrong)  # type: ignore[arg-type]
-        assert len(session.generate([request_of(config)])) == 1
+        numbers = {"seed": np.int64(3), "guidance": np.float64(1.0), "steps": np.int32(2)}
+        assert len(session.generate([replace(request_of(config), **numbers)])) == 1
 
 
 def test_without_the_exchange_the_answer_is_another() -> None:
