@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_a_signal_during_the_start_leaves_nothing(tmp_path: Path, line: str, sig
     assert_nothing_left(processes)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A hang-up is not ignored, whoever runs the tests: under `nohup` it is, and a run inherits that."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_stops_all_ranks(tmp_path: Path, signum: int, code: int) -> None:
     run = Running(tmp_path / "run", LONG)
