@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
-from backends.platforms.facts import ANY_VERSION, DeviceFacts
+from backends.platforms.facts import ANY_VERSION, DeviceFacts, is_version
 from backends.requirements import MaskKind, Requirements
 from configs.faults import Fault
 
@@ -197,9 +197,4 @@ def matches(chip: str, device: DeviceFacts) -> bool:
 
 def _is_at_least(version: str, bound: str) -> bool:
     """`any` (a version that was not stated) is as new as need be, and what is no version is not."""
-    if version == ANY_VERSION:
-        return True
-    try:
-        return Version(version) >= Version(bound)
-    except InvalidVersion:
-        return False
+    return version == ANY_VERSION or (is_version(version) and Version(version) >= Version(bound))

@@ -13,11 +13,11 @@ from backends.options import Blocks, Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.variant import EVERYTHING
 from configs.faults import Fault
+from parallel.argument_types import layer_problem
 from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection, wrong_result
-from parallel.metadata_types import layer_problem
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows

@@ -11,7 +11,7 @@ import torch
 from backends.interface import AttentionMetadata, Features, Variant
 from backends.requirements import Requirements
 from configs.faults import Fault, FaultError
-from parallel.metadata_types import wrong_types
+from parallel.argument_types import wrong_types
 from parallel.plan import ShardPlan
 from parallel.planner import RINGS, RoleCall, Way
 from parallel.transport.packing import QueryKeyValue

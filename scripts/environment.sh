@@ -13,8 +13,11 @@ if [[ -n ${PYTHON:-} ]]; then
 else
   folder=$1 extras=$2 keep=${3:-} base=
   for candidate in python3 python3.13 python3.12 python3.11; do
+    new_enough "$candidate" || continue
     # The one beneath an environment that is active, which may be the one that is made anew.
-    if new_enough "$candidate"; then base=$("$candidate" -c 'import sys; print(sys._base_executable)') && break; fi
+    base=$("$candidate" -c 'import sys; print(sys._base_executable)')
+    new_enough "$base" || base=$candidate
+    break
   done
   if [[ -z $base ]]; then
     echo "PYTHON=: no Python 3.11 or newer is on the path; name one: PYTHON=/path/to/python bash $0" >&2

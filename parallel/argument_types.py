@@ -17,7 +17,7 @@ from configs.faults import nearest
 
 
 def layer_problem(kind: Any, features: Any, softmax_scale: Any) -> str | None:
-    """What no layer has. Kernels keep the largest score of a row before they scale it, so a scale is above 0."""
+    """What no layer has. A scale is above 0: torch's kernel on CPU scales the minus infinity of hidden keys, too."""
     kinds = get_args(Kind)
     if kind not in kinds:
         close = nearest(str(kind), kinds)
