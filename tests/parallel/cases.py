@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from itertools import cycle, islice, product
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from backends.interface import AttentionMetadata, Kind, PackedLengths
@@ -35,6 +36,19 @@ GRIDS: Mapping[str, tuple[int, ParallelConfig]] = {
     "ulysses 2 x ring 3": (6, ParallelConfig(ring=3)),
     "ulysses 2 x gather 2": (4, ParallelConfig(ulysses=2, strategy="gather_kv")),
 }
+
+Item = TypeVar("Item")
+
+
+def on_some_grids(name: str, items: Iterable[Item], count: int = 3) -> pytest.MarkDecorator:
+    """Parametrize `grid` and `name`: each item runs on `count` grids, taken in rotation.
+
+    The drawn suite covers the product of all grids with everything that a call may have; named cases need to meet each
+    kind of strategy only.
+    """
+    grids = cycle(GRIDS)
+    pairs = [(grid, item) for item in items for grid in islice(grids, count)]
+    return pytest.mark.parametrize(("grid", name), pairs, ids=str)
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,23 @@ from tests.ranks import Ranks
 
 GlooRanks = Callable[[int], Ranks]
 WORLD_SIZES = (2, 3, 4)
-LENGTHS = (1, 2, 3, 7, 64, 175)
 HEAD_SIZE, WIDTH = 8, 5
 
-over_shapes = pytest.mark.parametrize(
-    ("world_size", "length", "batch", "dtype", "layout"),
-    [
-        (world_size, length, batch, dtype, layout)
-        for world_size in WORLD_SIZES
-        for length in LENGTHS
-        for batch in (1, 3)
-        for dtype in (torch.float32, torch.bfloat16)
-        for layout in ("rows first", "heads first")
-    ],
-    ids=lambda value: str(value).replace(" ", "-"),
+Shape = tuple[int, int, int, torch.dtype, str]
+SHAPES: tuple[Shape, ...] = (
+    (2, 1, 1, torch.float32, "rows first"),
+    (2, 3, 3, torch.bfloat16, "heads first"),
+    (2, 175, 1, torch.bfloat16, "rows first"),
+    (3, 2, 3, torch.float32, "rows first"),
+    (3, 7, 1, torch.bfloat16, "heads first"),
+    (3, 64, 3, torch.float32, "heads first"),
+    (4, 1, 3, torch.bfloat16, "rows first"),
+    (4, 3, 1, torch.float32, "heads first"),
+    (4, 175, 3, torch.float32, "rows first"),
 )
+"""World size, rows, batch, dtype and layout: fewer rows than ranks, lengths that ranks do not divide."""
+
+over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)).replace(" ", "-"))
 
 
 def whole(batch: int, length: int, heads: int, dtype: torch.dtype, layout: str, seed: int) -> torch.Tensor:
@@ -72,15 +74,8 @@ def exchange_heads(
 @pytest.mark.ray
 @pytest.mark.parametrize("heads", [(8, 8), (5, 5), (2, 2), (6, 2), (7, 1)], ids=str)
 @over_shapes
-def test_heads_go_there_and_back_bit_for_bit(
-    gloo_ranks: GlooRanks,
-    world_size: int,
-    length: int,
-    batch: int,
-    dtype: torch.dtype,
-    layout: str,
-    heads: tuple[int, int],
-) -> None:
+def test_heads_go_there_and_back_bit_for_bit(gloo_ranks: GlooRanks, shape: Shape, heads: tuple[int, int]) -> None:
+    world_size, length, batch, dtype, layout = shape
     plan = plan_sequence(length, heads[0], world_size, heads[1])
     item = batch * HEAD_SIZE * dtype.itemsize
     for rank, got in enumerate(gloo_ranks(world_size).run(exchange_heads, length, batch, heads, dtype, layout)):
@@ -107,9 +102,8 @@ def gather(mesh: Mesh, length: int, batch: int, dtype: torch.dtype, layout: str)
 
 @pytest.mark.ray
 @over_shapes
-def test_gathered_rows_are_the_whole_sequence_on_every_rank(
-    gloo_ranks: GlooRanks, world_size: int, length: int, batch: int, dtype: torch.dtype, layout: str
-) -> None:
+def test_gathered_rows_are_the_whole_sequence_on_every_rank(gloo_ranks: GlooRanks, shape: Shape) -> None:
+    world_size, length, batch, dtype, layout = shape
     plan = plan_sequence(length, world_size, world_size)
     for rank, (equal, traffic) in enumerate(gloo_ranks(world_size).run(gather, length, batch, dtype, layout)):
         assert equal, f"rank {rank} has another sequence"

@@ -14,7 +14,7 @@ from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import Stream
 from parallel.traffic import call_traffic
-from tests.parallel.cases import GRIDS, Case, GlooRanks, exact_of, layer_of, metadata_of, tensors_of
+from tests.parallel.cases import GRIDS, Case, GlooRanks, exact_of, layer_of, metadata_of, on_some_grids, tensors_of
 from tests.parallel.test_joint import STREAMS
 
 pytestmark = pytest.mark.ray
@@ -108,8 +108,7 @@ def check_gradients(gloo_ranks: GlooRanks, grid: str, case: Case, lse: bool = Fa
         assert moved == planned
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", CASES)
+@on_some_grids("name", CASES, count=3)
 def test_gradients_are_those_of_the_whole_attention(gloo_ranks: GlooRanks, grid: str, name: str) -> None:
     check_gradients(gloo_ranks, grid, CASES[name])
 

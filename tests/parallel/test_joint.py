@@ -13,7 +13,7 @@ from parallel.events import AttentionRan
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import Grid, Stream, plan_streams
-from tests.parallel.cases import GRIDS, Case, GlooRanks, check, tensors_of
+from tests.parallel.cases import GRIDS, Case, GlooRanks, check, on_some_grids, tensors_of
 from tests.parallel.layers import collecting, layer_with
 
 pytestmark = pytest.mark.ray
@@ -34,12 +34,10 @@ STREAMS = {
     "text alone": (Stream("text", 9, sharded=False),),
 }
 CARRIED = (("key_padding",), ("full", "sinks"), ("per_head",), ("packed", "soft_cap"), ("window",))
-by_grid = pytest.mark.parametrize("grid", GRIDS)
 
 
-@by_grid
-@pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("heads", [(6, 6), (5, 1)], ids=str)
+@on_some_grids("streams", STREAMS, count=3)
 def test_streams_in_any_order_sharded_or_not(
     gloo_ranks: GlooRanks, grid: str, streams: str, heads: tuple[int, int]
 ) -> None:
@@ -47,9 +45,8 @@ def test_streams_in_any_order_sharded_or_not(
     check(gloo_ranks(world_size), Case(STREAMS[streams], *heads, kind="joint"), parallel)
 
 
-@by_grid
 @pytest.mark.parametrize("streams", ["text in front", "sharded text behind", "video in the middle"])
-@pytest.mark.parametrize("carried", CARRIED, ids=str)
+@on_some_grids("carried", CARRIED, count=2)
 def test_what_joint_calls_carry_is_of_all_streams_in_order(
     gloo_ranks: GlooRanks, grid: str, streams: str, carried: tuple[str, ...]
 ) -> None:
@@ -60,16 +57,14 @@ def test_what_joint_calls_carry_is_of_all_streams_in_order(
 ASKING = [name for name, streams in STREAMS.items() if all(stream.queries for stream in streams)]
 
 
-@by_grid
-@pytest.mark.parametrize("streams", ASKING)
+@on_some_grids("streams", ASKING, count=3)
 def test_causal_attention_counts_through_the_streams(gloo_ranks: GlooRanks, grid: str, streams: str) -> None:
     world_size, parallel = GRIDS[grid]
     check(gloo_ranks(world_size), Case(STREAMS[streams], kind="self", causal=True), parallel)
 
 
-@by_grid
 @pytest.mark.parametrize("streams", ["text in front", "text behind", "video in the middle"])
-@pytest.mark.parametrize("carried", CARRIED, ids=str)
+@on_some_grids("carried", CARRIED, count=2)
 def test_what_causal_calls_carry_is_of_all_streams_in_order(
     gloo_ranks: GlooRanks, grid: str, streams: str, carried: tuple[str, ...]
 ) -> None:
@@ -99,7 +94,7 @@ def kernel_shapes(mesh: Mesh, case: Case, parallel: ParallelConfig) -> tuple[Att
     return event, seen
 
 
-@by_grid
+@pytest.mark.parametrize("grid", GRIDS)
 def test_text_keys_count_once_and_text_queries_are_asked_once(gloo_ranks: GlooRanks, grid: str) -> None:
     world_size, parallel = GRIDS[grid]
     case = Case(STREAMS["text in front"], kind="joint")

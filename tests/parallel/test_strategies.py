@@ -10,20 +10,30 @@ from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import Stream, plan_sequence
 from tests.exact import TOLERANCE, relative_error
-from tests.parallel.cases import GRIDS, Case, GlooRanks, check, exact, metadata_of, run_case, tensors_of
+from tests.parallel.cases import (
+    GRIDS,
+    Case,
+    GlooRanks,
+    check,
+    exact,
+    metadata_of,
+    on_some_grids,
+    run_case,
+    tensors_of,
+)
 from tests.parallel.layers import context_of, layer_with
 
 pytestmark = pytest.mark.ray
 
-by_grid = pytest.mark.parametrize("grid", GRIDS)
+SIZES = ((1, 6, 6), (2, 6, 2), (5, 5, 5), (29, 4, 1), (36, 6, 6), (1, 4, 1), (2, 5, 5))
+"""Rows, heads and KV heads: fewer rows than ranks, heads that ranks do not divide, one KV head for all."""
 
 
-@by_grid
-@pytest.mark.parametrize("length", [1, 2, 5, 29, 36])
-@pytest.mark.parametrize("heads", [(6, 6), (6, 2), (5, 5), (4, 1)], ids=str)
-def test_any_length_and_any_heads(gloo_ranks: GlooRanks, grid: str, length: int, heads: tuple[int, int]) -> None:
+@on_some_grids("size", SIZES, count=4)
+def test_any_length_and_any_heads(gloo_ranks: GlooRanks, grid: str, size: tuple[int, int, int]) -> None:
     world_size, parallel = GRIDS[grid]
-    case = Case((Stream("video", length),), heads[0], heads[1])
+    length, heads, kv_heads = size
+    case = Case((Stream("video", length),), heads, kv_heads)
     check(gloo_ranks(world_size), case, parallel)
 
 
@@ -37,9 +47,8 @@ CARRIED = (
 )
 
 
-@by_grid
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("carried", CARRIED, ids=str)
+@on_some_grids("carried", CARRIED, count=3)
 def test_whatever_a_call_carries(gloo_ranks: GlooRanks, grid: str, causal: bool, carried: tuple[str, ...]) -> None:
     world_size, parallel = GRIDS[grid]
     check(gloo_ranks(world_size), Case(heads=5, kv_heads=5, causal=causal, carried=carried), parallel)
@@ -59,9 +68,8 @@ def test_each_grid_runs_what_its_name_says(gloo_ranks: GlooRanks) -> None:
         assert ran.strategy == named[kind], grid
 
 
-@by_grid
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_some_grids("dtype", [torch.float32, torch.bfloat16], count=5)
 def test_narrow_numbers_are_as_near_as_on_one_rank(
     gloo_ranks: GlooRanks, grid: str, causal: bool, dtype: torch.dtype
 ) -> None:

@@ -65,10 +65,9 @@ def gathered(ranks: Ranks, *arguments: Any) -> torch.Tensor:
     return torch.cat([out for out, _ in ranks.run(self_attention, *arguments)], dim=1)
 
 
-@on_ranks
+@pytest.mark.parametrize(("world_size", "length"), [(2, 1), (4, 3), (2, 45), (4, 175)])
 @by_backend
 @pytest.mark.parametrize("dtype", list(SAME_BACKEND), ids=str)
-@pytest.mark.parametrize("length", [1, 3, 45, 175])
 def test_self_attention_is_the_same_for_any_number_of_ranks(
     gloo_ranks: GlooRanks, world_size: int, backend: str, dtype: torch.dtype, length: int
 ) -> None:
@@ -79,11 +78,10 @@ def test_self_attention_is_the_same_for_any_number_of_ranks(
     assert relative_error(out, self_attention(ONE_RANK, *case)[0]) <= SAME_BACKEND[dtype]
 
 
-@on_ranks
+@pytest.mark.parametrize(("world_size", "batch"), [(2, 3), (4, 1)])
 @by_backend
 @pytest.mark.parametrize("mask_kind", ["rows", "blind", "keys", "none"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
 def test_masks_and_causality_hold_on_the_whole_sequence(
     gloo_ranks: GlooRanks, world_size: int, backend: str, mask_kind: str, causal: bool, batch: int
 ) -> None:
@@ -116,11 +114,9 @@ def per_head_mask(heads: int, length: int) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("world_size", "length", "causal"), [(2, 45, True), (3, 45, False), (4, 2, True)])
 @by_backend
 @pytest.mark.parametrize("heads", [(5, 5), (2, 2), (1, 1), (8, 2), (6, 3), (7, 1), (12, 4), (9, 3)], ids=str)
-@pytest.mark.parametrize("length", [2, 45])
-@pytest.mark.parametrize("causal", [False, True])
 def test_any_number_of_heads_and_kv_heads_is_exact_on_any_number_of_ranks(
     gloo_ranks: GlooRanks, world_size: int, backend: str, heads: tuple[int, int], length: int, causal: bool
 ) -> None:
