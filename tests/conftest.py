@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import hypothesis
 import pytest
 
 from tests.ranks import Ranks
@@ -17,6 +18,9 @@ from tests.summary import LINES
 from tests.warm_workers import warm_python
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("raylysses", deadline=None)  # a loaded machine is slow, and not wrong
+hypothesis.settings.load_profile("raylysses")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,10 +63,17 @@ def ray_cluster(starting_ray: Callable[[], AbstractContextManager[Any]]) -> Iter
 def gloo_ranks(ray_cluster: str) -> Iterator[Callable[[int], Ranks]]:
     """`gloo_ranks(P)`: live ranks in one gloo group, the same for every test that asks for P."""
     groups: dict[int, Ranks] = {}
+    failures: dict[int, Exception] = {}
 
     def get(world_size: int) -> Ranks:
+        if world_size in failures:  # trying again would cost each test the whole timeout
+            raise failures[world_size]
         if world_size not in groups:
-            groups[world_size] = Ranks(world_size)
+            try:
+                groups[world_size] = Ranks(world_size)
+            except Exception as error:
+                failures[world_size] = error
+                raise
         return groups[world_size]
 
     yield get

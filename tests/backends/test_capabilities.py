@@ -247,7 +247,7 @@ DEVICES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(name=st.sampled_from([member.name for member in DiffusionAttentionBackendEnum]), call=REQUIREMENTS, on=DEVICES)
 def test_there_are_no_faults_exactly_if_a_variant_serves(name: str, call: Requirements, on: DeviceFacts) -> None:
     backend = backend_of(name)
@@ -261,7 +261,6 @@ def test_there_are_no_faults_exactly_if_a_variant_serves(name: str, call: Requir
     assert pickle.loads(pickle.dumps(faults)) == faults
 
 
-@settings(deadline=None)
 @given(call=REQUIREMENTS)
 def test_requirements_become_plain_values(call: Requirements) -> None:
     assert Requirements(**call.to_dict()) == call

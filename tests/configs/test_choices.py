@@ -134,7 +134,7 @@ def _exact(config: AttentionConfig) -> str:
 
 
 @given(_TREE, st.sampled_from(["default", "per_role.self", "per_role.cross.image"]), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nested_dotted_json_yaml_and_python_are_one(tmp_path: Path, tree: Any, place: str, random: Any) -> None:
     dotted = [f"attention.{key}={_spell(value)}" for key, value in _leaves(tree, place).items()]
     random.shuffle(dotted)

@@ -115,9 +115,7 @@ _CONFIGS = st.builds(
 
 
 @given(_CONFIGS)
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_resolved_configuration_composes_to_itself(tmp_path: Path, config: RunConfig) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
