@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+LONGEST_SHOWN = 80
+"""How many characters of a value a message shows; the fault's attribute has all of them."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -31,7 +34,8 @@ class Fault:
         return hash((self.key, self.rule, self.remedy, self.origin))  # the value may be a list
 
     def __str__(self) -> str:
-        subject = self.key if self.value is None else f"{self.key}={self.value}"
+        key = shortened(self.key)
+        subject = key if self.value is None else f"{key}={shortened(str(self.value))}"
         origin = f" [{self.origin}]" if self.origin else ""
         return f"{subject}: {self.rule}; {self.remedy}{origin}"
 
@@ -53,6 +57,11 @@ class FaultError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(fault) for fault in self.faults)
+
+
+def shortened(text: str) -> str:
+    """The text as a message shows it: one longer than 80 characters loses its end."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> tuple[str, ...]:

@@ -91,6 +91,8 @@ class AttentionConfig:
     agreement: what happens where ranks differ in what they can run for an automatic role: `require` refuses it,
         `negotiate` settles on a backend that every one of them can run.
     origins: dotted key (`attention.per_role.cross`, `attention.default.version`) -> where it was set, for reports.
+    may_be_unused: keys of choices that no role needs to use: a higher layer has replaced them role by role, or another
+        value points at them. Any other choice that nothing uses is a fault.
     backend: short for `default`; only to construct with.
 
     A choice may be given as an `AttentionSpec`, a name, a member of an Enum, or a mapping (`{"backend": "X", "quant":
@@ -103,6 +105,7 @@ class AttentionConfig:
     register: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     agreement: str = "require"
+    may_be_unused: frozenset[str] = field(default_factory=frozenset, compare=False)
     backend: InitVar[Any] = field(default=None, kw_only=True)
 
     def __post_init__(self, backend: Any) -> None:

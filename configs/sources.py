@@ -46,13 +46,11 @@ def file_layer(path: Path) -> Layer | Fault:
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """`attention.default` from the environment, for when nothing else sets it."""
-    value = environ.get(BACKEND_VARIABLE, "")
+    """`attention.default` from the environment, for when nothing else sets it; a blank variable counts as unset."""
+    value = environ.get(BACKEND_VARIABLE, "").strip()
     if not value:
         return Layer({}, ())
     checked = check_value(DEFAULT, value, value)
-    if isinstance(checked, Refusal):
-        return Layer({}, (Fault(BACKEND_VARIABLE, value, checked.rule, checked.remedy, origin=ENVIRONMENT),))
     return Layer({DEFAULT: Setting(DEFAULT, checked, value, ENVIRONMENT, f"{BACKEND_VARIABLE}={value}")}, ())
 
 

@@ -15,7 +15,7 @@ from configs.faults import Fault, FaultError, nearest
 from configs.flags import BACKEND, CONFIG, split
 from configs.overrides import quote
 from configs.schema import RunConfig
-from runtime.commands import Commands, ConfiguredCommand
+from runtime.commands import Commands, ConfiguredCommand, SingleOption
 
 INTERRUPTED = 130
 Read = TypeVar("Read")
@@ -24,7 +24,13 @@ Read = TypeVar("Read")
 def _configuration_options(command: Any) -> Any:
     command = click.pass_obj(command)
     command = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(command)
-    return click.option("--config", type=click.Path(path_type=Path), help="A YAML file of settings.")(command)
+    return click.option(
+        "--config",
+        "files",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        help="A YAML file of settings; several merge in order, the later ones on top.",
+    )(command)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,12 +43,13 @@ def cli() -> None:
 
 
 @cli.command("generate", cls=ConfiguredCommand)
-@click.option("--prompt", help="What to make; the same as generate.prompt=...")
+@click.option("--prompt", cls=SingleOption, help="What to make; the same as generate.prompt=...")
 @_configuration_options
-def generate_command(flags: list[str], prompt: str | None, config: Path | None, overrides: tuple[str, ...]) -> None:
+def generate_command(flags: list[str], prompt: str | None, files: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     """Generate a video, and a run folder that says what every rank selected.
 
-    OVERRIDES are settings such as parallel.world_size=2 or attention.per_role.cross=TORCH_SDPA; they win over --config.
+    OVERRIDES are settings such as parallel.world_size=2 or attention.per_role.cross=TORCH_SDPA. They win over --config,
+    and a later --config wins over an earlier one.
 
     \b
     Example:
@@ -52,7 +59,7 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
     from runtime.generate import generate
 
     arguments = [*([] if prompt is None else [f"generate.prompt={quote(prompt)}"]), *overrides, *flags]
-    folder = generate(_compose(arguments, config, prompt))
+    folder = generate(_compose(arguments, files, prompt))
     click.echo(f"\nThe run is in {folder}")
     click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
 
@@ -60,12 +67,17 @@ def generate_command(flags: list[str], prompt: str | None, config: Path | None, 
 @cli.command("explain", cls=ConfiguredCommand)
 @click.option(
     "--device",
+    cls=SingleOption,
     default="here",
     help="here, or a device: cpu, cuda:9.0, rocm:gfx942, npu, xpu, musa:3.1.",
     show_default=True,
 )
-@click.option("--packages", default="here", help="here, all, none, or NAME=VERSION,...", show_default=True)
-@click.option("--prompt", help="Not needed; taken so that a `generate` line can be asked about as it is.")
+@click.option(
+    "--packages", cls=SingleOption, default="here", help="here, all, none, or NAME=VERSION,...", show_default=True
+)
+@click.option(
+    "--prompt", cls=SingleOption, help="Not needed; taken so that a `generate` line can be asked about as it is."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/selection.schema.json).")
 @_configuration_options
 def explain_command(
@@ -74,7 +86,7 @@ def explain_command(
     packages: str,
     prompt: str | None,
     as_json: bool,
-    config: Path | None,
+    files: tuple[Path, ...],
     overrides: tuple[str, ...],
 ) -> None:
     """Say which backend each attention role would get, and why the others were passed over.
@@ -88,7 +100,7 @@ def explain_command(
     from runtime.explain import explain
     from runtime.progress import print_faults, print_selection
 
-    answer = explain(_compose_without_prompt([*overrides, *flags], config, prompt), device, packages)
+    answer = explain(_compose_without_prompt([*overrides, *flags], files, prompt), device, packages)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=2))
     else:
@@ -105,8 +117,16 @@ def explain_command(
 
 @cli.command("backends")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--check", "page", type=click.Path(path_type=Path), help="Compare with the tables in a Markdown FILE.")
-@click.option("--write", "target", type=click.Path(path_type=Path), help="Put the tables into a Markdown FILE.")
+@click.option(
+    "--check",
+    "page",
+    cls=SingleOption,
+    type=click.Path(path_type=Path),
+    help="Compare with the tables in a Markdown FILE.",
+)
+@click.option(
+    "--write", "target", cls=SingleOption, type=click.Path(path_type=Path), help="Put the tables into a Markdown FILE."
+)
 def backends_command(as_json: bool, page: Path | None, target: Path | None) -> None:
     """Say what every attention backend takes, and the automatic order on every device.
 
@@ -142,10 +162,24 @@ def bench_group() -> None:
 
 
 @bench_group.command("attention", cls=ConfiguredCommand)
-@click.option("--shapes", default="1x4608x24x128", show_default=True, help="BxSxHxD or BxSxHxDxHkv, with commas.")
-@click.option("--plans", default="auto", show_default=True, help="auto, ulysses, ring, gather_kv, 2x2, 2x2:gather_kv.")
-@click.option("--backends", help="NAME,...; without it, what attention.* says of the role self.")
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Timed calls of each cell.")
+@click.option(
+    "--shapes",
+    cls=SingleOption,
+    default="1x4608x24x128",
+    show_default=True,
+    help="BxSxHxD or BxSxHxDxHkv, with commas.",
+)
+@click.option(
+    "--plans",
+    cls=SingleOption,
+    default="auto",
+    show_default=True,
+    help="auto, ulysses, ring, gather_kv, 2x2, 2x2:gather_kv.",
+)
+@click.option("--backends", cls=SingleOption, help="NAME,...; without it, what attention.* says of the role self.")
+@click.option(
+    "--rounds", cls=SingleOption, default=9, show_default=True, type=click.IntRange(1), help="Timed calls of each cell."
+)
 @click.option("--causal", is_flag=True, help="Causal attention.")
 @_configuration_options
 def bench_attention_command(
@@ -155,7 +189,7 @@ def bench_attention_command(
     backends: str | None,
     rounds: int,
     causal: bool,
-    config: Path | None,
+    files: tuple[Path, ...],
     overrides: tuple[str, ...],
 ) -> None:
     """Check and time attention over ranks: a grid of shapes, plans and backends.
@@ -175,7 +209,7 @@ def bench_attention_command(
     faults = unused_settings(overrides)
     of_shapes = _or_faults(lambda: parse_shapes(shapes), faults)
     of_plans = _or_faults(lambda: parse_plans(plans), faults)
-    composed = _or_faults(lambda: _compose_without_prompt([*overrides, *flags], config, None), faults)
+    composed = _or_faults(lambda: _compose_without_prompt([*overrides, *flags], files, None), faults)
     if faults or of_shapes is None or of_plans is None or composed is None:
         raise FaultError(faults)
     folder = bench_attention(composed, Experiment(of_shapes, of_plans, backends, rounds, causal))
@@ -191,33 +225,33 @@ def _or_faults(read: Callable[[], Read], faults: list[Fault]) -> Read | None:
         return None
 
 
-def _compose_without_prompt(arguments: Sequence[str], file: Path | None, prompt: str | None) -> RunConfig:
+def _compose_without_prompt(arguments: Sequence[str], files: Sequence[Path], prompt: str | None) -> RunConfig:
     """Compose; a prompt that nobody gave is not missed."""
-    config, faults = _composed(arguments, file, prompt)
+    config, faults = _composed(arguments, files, prompt)
     if config is None and {fault.key for fault in faults} == {"generate.prompt"}:
-        return _compose(["generate.prompt='-'", *arguments], file, prompt)
+        return _compose(["generate.prompt='-'", *arguments], files, prompt)
     if config is None:
         raise FaultError(fault for fault in faults if fault.key != "generate.prompt" or fault.value is not None)
     return config
 
 
-def _compose(arguments: Sequence[str], file: Path | None, prompt: str | None) -> RunConfig:
-    config, faults = _composed(arguments, file, prompt)
+def _compose(arguments: Sequence[str], files: Sequence[Path], prompt: str | None) -> RunConfig:
+    config, faults = _composed(arguments, files, prompt)
     if config is None:
         raise FaultError(faults)
     return config
 
 
 def _composed(
-    arguments: Sequence[str], file: Path | None, prompt: str | None
+    arguments: Sequence[str], files: Sequence[Path], prompt: str | None
 ) -> tuple[RunConfig | None, tuple[Fault, ...]]:
     """Compose; bare words behind a prompt are the rest of one that lacks its quotes."""
     words, flags = split(arguments)
     stray = [] if prompt is None else [word for word in words if "=" not in word and not word.startswith("~")]
     if not stray:
-        return compose(arguments, file=file)
+        return compose(arguments, file=files)
     kept = [word for word in words if word not in stray]
-    _, faults = compose([*kept, *(word for flag in flags for word in flag.words)], file=file)
+    _, faults = compose([*kept, *(word for flag in flags for word in flag.words)], file=files)
     rule = f"is followed by {' '.join(stray)}, which belongs to nothing"
     remedy = f'put the whole prompt in quotes: --prompt "{" ".join((prompt or "", *stray))}"'
     return None, (Fault("--prompt", prompt, rule, remedy), *faults)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import click
+from collections.abc import Mapping
+from typing import Any
 
-from configs.faults import nearest
+import click
+from click.core import ParameterSource
+
+from configs.faults import Fault, FaultError, nearest, shortened
 from configs.flags import BACKEND, CONFIG, SHORT, split
 
 
@@ -47,6 +51,25 @@ class ConfiguredCommand(click.Command):
                     (f"{CONFIG} JSON, {SHORT} JSON", 'A mapping: {"default": "NAME", "per_role": {"cross": "NAME"}}.'),
                 ]
             )
+
+
+class SingleOption(click.Option):
+    """An option that takes one value. Another value is a fault; click alone would keep the last one in silence."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=self.nargs)
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        values = list(dict.fromkeys(opts.get(self.name or "") or ()))
+        if len(values) > 1:
+            option = max(self.opts, key=len)
+            shown = " and as ".join(map(shortened, map(str, values)))
+            raise FaultError([Fault(option, None, f"is given {_times(len(values))}, as {shown}", "keep one of them")])
+        return super().consume_value(ctx, {**opts, self.name or "": values[0]} if values else opts)
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
 
 
 def _takes_value(option: click.Parameter) -> bool:

@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from backends.entries import resolve_entry
 from backends.options import Place, model_faults, ownerless_faults, read_blocks
 from backends.registry import Registry
 from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
-from configs.fields import RESERVED
+from configs.fields import DEFAULT, PER_ROLE, RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec
 from configs.sources import ENVIRONMENT
 from parallel.models.facts import ModelFacts
 
 
 def name_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], registry: Registry) -> list[Fault]:
-    """Roles that the models do not have, backends that nobody registered, and registrations that are none. models: by
-    name.
+    """Find the names in a configuration that stand for nothing, and the choices that nothing uses.
+
+    Args:
+        config: what was asked for.
+        models: the facts of each model, by its name.
+        registry: the backends that the run knows.
+
+    Returns:
+        Faults of roles that the models do not have, of backends that are not registered, of registrations that cannot
+        be loaded, of option blocks, and, if there are none of these, of choices that no role uses.
     """
     roles = {role.role for model in models.values() for role in model.roles}
     categories = {role.category for model in models.values() for role in model.roles}
     parents = {role.rsplit(".", depth)[0] for role in roles for depth in range(1, role.count(".") + 1)}
     known = tuple(sorted(roles | categories | parents))
+    used = {resolve_entry(role.role, role.category, config).key for model in models.values() for role in model.roles}
     found = []
-    for role, spec in config.per_role.items():
-        key = f"attention.per_role.{role}"
-        if role not in known:
+    for key, spec in _choices(config).items():
+        role = key.removeprefix(f"{PER_ROLE}.")
+        if key != DEFAULT and role not in known:
             rule = f"the model has no role {role!r}; its roles are {', '.join(sorted(roles))}"
             remedy = _role_remedy(role, known)
             found.append(Fault(key, spec.backend, rule, remedy, known, config.origins.get(key, "")))
-        found += _backend_name_faults(key, spec.backend, config, registry)
-    if config.default is not None:
-        found += _backend_name_faults("attention.default", config.default.backend, config, registry)
+        # The environment's backend is a last resort, so that a wrong one matters only where a role uses it.
+        if key in used or config.origins.get(key) != ENVIRONMENT:
+            found += _backend_name_faults(key, spec.backend, config, registry)
     for name in config.register:
         try:
             registry.get_class(name)
         except FaultError as error:
             found += error.faults
     found += _option_faults(config, models, registry)
-    return found or _unused_entries(config, models)
+    return found or _unused_entries(config, used)
+
+
+def _choices(config: AttentionConfig) -> dict[str, AttentionSpec]:
+    """Every choice by its key."""
+    choices = {f"{PER_ROLE}.{role}": spec for role, spec in config.per_role.items()}
+    return choices if config.default is None else {**choices, DEFAULT: config.default}
 
 
 def _role_remedy(role: str, known: tuple[str, ...]) -> str:
@@ -50,11 +65,8 @@ def _role_remedy(role: str, known: tuple[str, ...]) -> str:
 
 def _option_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], registry: Registry) -> list[Fault]:
     """What is wrong with the options of a choice on any device, and what the checkpoint lacks for them."""
-    specs = {f"attention.per_role.{role}": spec for role, spec in config.per_role.items()}
-    if config.default is not None:
-        specs["attention.default"] = config.default
     found = []
-    for key, spec in specs.items():
+    for key, spec in _choices(config).items():
         place = Place(key, config.origins)
         if spec.backend == AUTO:
             found += ownerless_faults(spec, place, registry)
@@ -72,18 +84,14 @@ def _option_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], re
     return found
 
 
-def _unused_entries(config: AttentionConfig, models: Mapping[str, ModelFacts]) -> list[Fault]:
-    """Choices that no role of the model falls back to. The environment's is a last resort: it may be unused."""
-    roles = {(role.role, role.category) for model in models.values() for role in model.roles}
-    used = {resolve_entry(role, category, config).key for role, category in roles}
+def _unused_entries(config: AttentionConfig, used: Collection[str]) -> list[Fault]:
+    """Faults of choices that no role of the model falls back to."""
     found = []
-    for key in (*(f"attention.per_role.{role}" for role in config.per_role), "attention.default"):
-        origin = config.origins.get(key, "")
-        spec = config.default if key == "attention.default" else config.per_role[key.split(".", 2)[2]]
-        if key in used or spec in (None, AttentionSpec(AUTO)) or origin == ENVIRONMENT:
+    for key, spec in _choices(config).items():
+        if key in used or spec == AttentionSpec(AUTO) or key in config.may_be_unused:
             continue
         rule = "no role of the model falls back to it, as each has a nearer choice"
-        found.append(Fault(key, spec.backend if spec else None, rule, "leave it out", (), origin))
+        found.append(Fault(key, spec.backend, rule, "leave it out", (), config.origins.get(key, "")))
     return found
 
 

@@ -13,6 +13,7 @@ from backends.entries import resolve_entry
 from backends.registry import Registry
 from configs.faults import Fault, FaultError, nearest
 from configs.schema import AUTO, STRATEGIES, AttentionConfig, ParallelConfig
+from configs.sources import ENVIRONMENT
 
 ROLE = "self"
 KERNEL = "kernel"
@@ -120,6 +121,8 @@ def parse_backends(text: str | None, config: AttentionConfig, registry: Registry
     if text is None:
         entry = resolve_entry(ROLE, ROLE, config)
         return {AUTO if entry.explicit is None else entry.explicit.backend: config}
+    if config.origins.get("attention.default") == ENVIRONMENT:  # a last resort, and --backends names the backends
+        config = replace(config, default=None)
     if config.default is not None or config.per_role:
         key = "attention.default" if config.default is not None else f"attention.per_role.{next(iter(config.per_role))}"
         rule = "nothing would use it, as --backends names the backends"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from configs.compose import compose
@@ -14,7 +14,7 @@ BACKEND = "DIFFUSION_ATTENTION_BACKEND"
 
 
 def composed(
-    *arguments: str, file: Path | None = None, environ: Mapping[str, str] = {}, prompt: str | None = PROMPT
+    *arguments: str, file: Path | Sequence[Path] | None = None, environ: Mapping[str, str] = {}, prompt: str | None = PROMPT
 ) -> RunConfig:
     config, faults = compose((*([prompt] if prompt else []), *arguments), file=file, environ=environ)
     assert faults == ()
@@ -22,7 +22,7 @@ def composed(
     return config
 
 
-def refused(*arguments: str, file: Path | None = None, environ: Mapping[str, str] = {}) -> tuple[Fault, ...]:
+def refused(*arguments: str, file: Path | Sequence[Path] | None = None, environ: Mapping[str, str] = {}) -> tuple[Fault, ...]:
     config, faults = compose((PROMPT, *arguments), file=file, environ=environ)
     assert config is None
     assert faults

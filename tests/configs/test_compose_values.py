@@ -105,7 +105,12 @@ def test_the_checks_cover_exactly_the_schema() -> None:
         for section in dataclasses.fields(RunConfig)
         for field in dataclasses.fields(typing.get_type_hints(RunConfig)[section.name])
     }
-    assert fields - set(known_keys()) == {"attention.per_role", "attention.register", "attention.origins"}
+    assert fields - set(known_keys()) == {
+        "attention.per_role",
+        "attention.register",
+        "attention.origins",
+        "attention.may_be_unused",
+    }
     assert set(known_keys()) < fields
 
 
