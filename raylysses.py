@@ -14,6 +14,7 @@ _HOMES = {
     "AttentionMetadata": "backends.interface",
     "Capabilities": "backends.variant",
     "AttentionSpec": "configs.schema",
+    "DeviceFacts": "backends.platforms.facts",
     "DenoisingTime": "backends.layer_facts",
     "DiffusionAttentionBackendEnum": "backends.registry",
     "ExecutionPath": "backends.execution",

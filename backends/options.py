@@ -101,9 +101,11 @@ def _read(schema: type, name: str, values: Mapping[str, Any], place: Place) -> t
             continue
         if value is None:
             continue  # as if it were not set
-        checked = checks[key](value, render(value))
+        given = list(value) if isinstance(value, tuple) else value
+        checked = checks[key](given, render(given))
         if isinstance(checked, Refusal):
-            faults.append(place.fault(path, value, checked.rule, checked.remedy, checked.allowed))
+            shown = render(value) if isinstance(value, str) else value  # text that looks like a number has quotes
+            faults.append(place.fault(path, shown, checked.rule, checked.remedy, checked.allowed))
         else:
             read[key] = tuple(checked) if isinstance(checked, list) else checked
     if faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from omegaconf.resolvers import oc
 
+from configs.faults import Fault, FaultError
+
+_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 _ONE_ENVIRONMENT_AT_A_TIME = threading.Lock()
 
 
@@ -54,10 +63,35 @@ def resolve(
             node[path[-1]] = value
     tree = OmegaConf.create(nested)
     with _environment(environ):
-        return {path: Unresolved(broken[path]) if path in broken else _read(tree, path) for path in pending}
+        return {path: Unresolved(broken[path]) if path in broken else _read(tree, path, values) for path in pending}
 
 
-def _read(tree: Any, path: tuple[str, ...]) -> Any:
+def plain_data(value: Any) -> Any:
+    """What an OmegaConf container holds, with its interpolations resolved; any other value as it is.
+
+    Raises:
+        FaultError: an interpolation without a value. Values that are still to be set stay `???`.
+    """
+    if not isinstance(value, Container):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        leaves = dict(_leaves((), OmegaConf.to_container(value, resolve=False)))
+        key = str(getattr(error, "full_key", None) or "attention")
+        reason = _reason(error, leaves, tuple(key.split(".")))
+        raise FaultError([Fault(key, None, f"cannot be resolved ({reason})", "set what it points at")]) from error
+
+
+def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for name, item in value.items():
+        yield from _leaves((*path, str(name)), item)
+
+
+def _read(tree: Any, path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> Any:
     try:
         for name in path:
             tree = tree[name]
@@ -65,7 +99,39 @@ def _read(tree: Any, path: tuple[str, ...]) -> Any:
             return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
         return tree
     except (OmegaConfBaseException, RecursionError) as error:
-        return Unresolved(_first_line(error))
+        return Unresolved(_reason(error, values, path))
+
+
+def _reason(error: Exception, values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> str:
+    """Why an interpolation at `path` has no value; `values` is everything that can be pointed at."""
+    circle = _circle(values, [path])
+    if circle is not None:
+        return f"it goes in a circle: {' -> '.join(map(_dotted, circle))}"
+    if isinstance(error, RecursionError):
+        return "it refers to itself"
+    if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
+        return "it points at a value that is still to be set, ???"
+    return _first_line(error)
+
+
+def _circle(values: Mapping[tuple[str, ...], Any], trail: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
+    """The first circle of references that the last path of `trail` leads to; None if there is none."""
+    text = str(values.get(trail[-1], ""))
+    for reference in _REFERENCE.findall(text) if "${" in text else ():
+        target = tuple(reference.split("."))
+        for path in values:
+            if path[: len(target)] != target:
+                continue
+            if path in trail:
+                return [*trail[trail.index(path) :], path]
+            circle = _circle(values, [*trail, path])
+            if circle is not None:
+                return circle
+    return None
+
+
+def _dotted(path: tuple[str, ...]) -> str:
+    return ".".join(path).removesuffix(".backend")
 
 
 def _first_line(error: Exception) -> str:

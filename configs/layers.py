@@ -13,6 +13,8 @@ from configs.interpolate import is_interpolated
 from configs.values import reads_as_text
 
 PRESET_KEY = "model"
+STILL_TO_BE_SET = "???"
+LEFT_OPEN = Refusal("is marked as still to be set", "set it, or leave it out")
 Path = tuple[str, ...]
 
 
@@ -22,7 +24,7 @@ class Setting:
 
     key: canonical: `attention.per_role.cross` also for `attention.per_role.cross.backend`. `model` is the preset's
         name; `attention.per_role` itself, or an option block, stands for "nothing below it of a lower layer".
-    value: what `check_value` made of it; if `pending`, as written, with interpolations to resolve first.
+    value: what `check_value` made of it; if `pending`, as written: `???`, or interpolations to resolve first.
     source: the value as written.
     text: the whole setting as written, to tell two of them apart.
     removes: `~key`: take away what lower layers set; `source` is None unless it names the only value to take away.
@@ -119,11 +121,12 @@ def children(path: Path, value: dict[Any, Any], raw: Any, written: Written, read
 def setting_of(key: str, value: Any, raw: Any, written: Written) -> Setting | Fault:
     """The setting of one value, checked unless it has interpolations."""
     source = source_of(value, raw)
-    pending = not written.literal and is_interpolated(value)
+    # A higher layer may still set what this one leaves open.
+    pending = not written.literal and (_is_left_open(value) or is_interpolated(value))
     setting = Setting(key, value, source, written.origin, written.text or f"{key}: {source}", pending)
     if setting.pending:
         return setting
-    checked = check_value(key, value, source)
+    checked = LEFT_OPEN if _is_left_open(value) else check_value(key, value, source)
     if isinstance(checked, Refusal):
         return refusal_fault(setting, checked)
     return Setting(key, checked, source, written.origin, setting.text)
@@ -142,3 +145,7 @@ def fault_of(key: str, value: Any, raw: Any, written: Written, rule: str, remedy
 def source_of(value: Any, raw: Any) -> str:
     """A value as it was written: `raw`, where that says more than the value."""
     return raw if isinstance(raw, str) and raw != value else render(value)
+
+
+def _is_left_open(value: Any) -> bool:
+    return isinstance(value, str) and value == STILL_TO_BE_SET

@@ -85,7 +85,7 @@ def _spec(spec: AttentionSpec) -> Any:
 
 
 def _option(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_option(item) for item in value]
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         return f"${{oc.decode:\"'{value}'\"}}"

@@ -24,7 +24,7 @@ from configs.fields import (
     split_spec,
 )
 from configs.interpolate import Unresolved, resolve
-from configs.layers import PRESET_KEY, Layer, Setting, refusal_fault, render, same
+from configs.layers import LEFT_OPEN, PRESET_KEY, STILL_TO_BE_SET, Layer, Setting, refusal_fault, render, same
 from configs.mapping import SECTIONS, plain
 from configs.schema import AttentionConfig
 from configs.specs import assemble
@@ -106,13 +106,16 @@ def unresolved_fault(setting: Setting, unresolved: Unresolved) -> Fault:
 
 
 def _may_be_unused(merged: Merged) -> Iterator[str]:
-    """Choices that a higher layer has replaced role by role, and choices that another value points at."""
+    """Choices that a higher layer replaced role by role, that another value points at, or that are a last resort."""
     roles = {key: merged.ranks[key] for key in merged.values if key.startswith(f"{PER_ROLE}.") and _is_backend(key)}
     pointers = [(key, str(setting.value)) for key, setting in merged.settings.items() if setting.pending]
     for key in [*roles, DEFAULT]:
         own = [rank for name, rank in merged.ranks.items() if key == name or key in owners(name)]
+        if not own:
+            continue
+        highest = max(own)
+        is_replaced = highest == ENVIRONMENT_RANK or any(rank > highest for rank in roles.values())
         pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w-])")
-        is_replaced = any(rank > max(own, default=ENVIRONMENT_RANK) for rank in roles.values())
         if is_replaced or any(name != key and pattern.search(text) for name, text in pointers):
             yield key
 
@@ -159,6 +162,9 @@ def _resolved(merged: Mapping[str, Setting], environ: Mapping[str, str] | None) 
     faults: list[Fault] = []
     for key, setting in pending.items():
         value = resolved[_node(key)]
+        if setting.value == STILL_TO_BE_SET:
+            faults.append(refusal_fault(setting, LEFT_OPEN))
+            continue
         if isinstance(value, Unresolved):
             faults.append(unresolved_fault(setting, value))
             continue

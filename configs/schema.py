@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, Self
+
+from configs.faults import Fault, FaultError, unknown_name_remedy
+from configs.frozen import FrozenMapping
 
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,15 +26,30 @@ BLOCKS = ("quant", "skip_softmax", "options")
 """The option blocks of a choice; `options` is for what one backend alone has, and for backends of others."""
 
 
+class NamedFields:
+    """Answers a field that a dataclass does not have with the nearest one that it has."""
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        known = tuple(cls.__dict__.get("__dataclass_fields__", ()))
+        faults = [
+            Fault(f"{cls.__name__}.{name}", None, "no such field", unknown_name_remedy(name, known))
+            for name in named
+            if name not in known
+        ]
+        if faults:
+            raise FaultError(faults)
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(NamedFields):
     """path: a local diffusers folder, or `built-in:NAME` for one that comes with Raylysses."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(NamedFields):
     """What to make. Sizes are in pixels and frames; the model rounds nothing silently (see `runtime.check`)."""
 
     prompt: str
@@ -48,7 +66,7 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(NamedFields):
     """One choice of backend, and its options.
 
     backend: its registered name, or `auto` for the platform's choice. Also a member of an Enum, for its name.
@@ -58,16 +76,18 @@ class AttentionSpec:
     quant, skip_softmax, options: field -> a scalar or a list of scalars; the backend says which. Also a dataclass
         instance, whose None fields count as not set.
 
-    What is given is copied as plain data; what cannot be is a `FaultError`.
+    Values are copied as plain data that nothing can change: blocks are immutable mappings, and lists tuples.
+
+    Raises:
+        FaultError: a value that is not plain data, or a field that does not exist.
     """
 
     backend: str = AUTO
     version: int | None = None
     on_unsupported: str = "error"
-    # A mapping has no hash. Equal specs hash equal without them, too.
-    quant: Mapping[str, Any] | None = field(default=None, hash=False)
-    skip_softmax: Mapping[str, Any] | None = field(default=None, hash=False)
-    options: Mapping[str, Any] | None = field(default=None, hash=False)
+    quant: Mapping[str, Any] | None = None
+    skip_softmax: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         from configs.specs import spec_fields  # it imports this module
@@ -82,7 +102,7 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(NamedFields):
     """Which backend serves which attention role.
 
     default: the choice for every role without an entry of its own; None leaves them to the platform.
@@ -96,14 +116,17 @@ class AttentionConfig:
     backend: short for `default`; only to construct with.
 
     A choice may be given as an `AttentionSpec`, a name, a member of an Enum, or a mapping (`{"backend": "X", "quant":
-    {...}}`), and roles as nested mappings. All become dotted roles and specs, in copies; what cannot is a `FaultError`
-    with every fault.
+    {...}}`), and roles as nested mappings; OmegaConf's containers count as mappings and lists. All become dotted roles
+    and specs in immutable copies.
+
+    Raises:
+        FaultError: every value that is not a choice, and every field that does not exist.
     """
 
     default: AttentionSpec | None = None
-    per_role: Mapping[str, AttentionSpec] = field(default_factory=dict)
-    register: Mapping[str, str] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    per_role: Mapping[str, AttentionSpec] = field(default_factory=FrozenMapping)
+    register: Mapping[str, str] = field(default_factory=FrozenMapping)
+    origins: Mapping[str, str] = field(default_factory=FrozenMapping, compare=False)
     agreement: str = "require"
     may_be_unused: frozenset[str] = field(default_factory=frozenset, compare=False)
     backend: InitVar[Any] = field(default=None, kw_only=True)
@@ -116,7 +139,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(NamedFields):
     """world_size: the number of ranks; None is `auto`: the largest usable number of free GPUs, or 2 on CPU.
 
     ulysses, ring: degrees whose product is the world size; None is `auto`. strategy: how keys that lie on several ranks
@@ -133,7 +156,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(NamedFields):
     """How the run meets Ray.
 
     address: `local` starts a cluster of this run's own (inside a Ray job: the job's); HOST:PORT joins one.
@@ -147,7 +170,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(NamedFields):
     """dir: the run folder; None makes `runs/<time>`. outputs: what to write beside the reports (`OUTPUTS`)."""
 
     seed: int = 0
@@ -159,7 +182,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(NamedFields):
     """A whole run, composed and checked for syntax, types and ranges."""
 
     model: ModelConfig

@@ -10,6 +10,8 @@ from typing import Any
 from configs.choices import read_choices
 from configs.faults import Fault, FaultError
 from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, REGISTER, RESERVED, is_block, split_spec
+from configs.frozen import FrozenMapping, frozen
+from configs.interpolate import plain_data
 from configs.layers import Setting, Written, fault_of, gather, setting_of
 from configs.schema import AGREEMENTS, BLOCKS, AttentionConfig, AttentionSpec
 
@@ -18,10 +20,10 @@ _SPEC = "AttentionSpec"
 
 def spec_fields(spec: AttentionSpec) -> dict[str, Any]:
     """The fields of a spec that is being made, checked and copied as plain data; raises `FaultError`."""
-    tree = {name: getattr(spec, name) for name in RESERVED}
+    tree = {name: plain_data(getattr(spec, name)) for name in RESERVED}
     tree = {name: value for name, value in tree.items() if value is not None or name in ("backend", "on_unsupported")}
-    values = _checked(read_choices((_SPEC,), _choice(tree), None, Written("", literal=True)))
-    return _fields(values)[_SPEC]
+    values = _checked(read_choices((_SPEC,), choice_tree(tree), None, Written("", literal=True)))
+    return {name: frozen(value) for name, value in _fields(values)[_SPEC].items()}
 
 
 def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
@@ -29,25 +31,27 @@ def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
 
     backend: what was given as shorthand for `default`.
     """
-    registered = _registrations(config.register)
+    copies = {"register": frozen(plain_data(config.register)), "origins": frozen(config.origins)}
+    registered = _registrations(copies["register"])
     if backend is None and _is_normal(config) and not any(isinstance(item, Fault) for item in registered):
-        return {"per_role": dict(config.per_role)}
+        return {"per_role": FrozenMapping(config.per_role), **copies}
     written = Written("", literal=True)
     default = config.default if backend is None else backend
-    per_role = {} if config.per_role is None else _choice(config.per_role)
+    per_role = choice_tree(config.per_role)
     found = [setting_of(AGREEMENT, config.agreement, None, written), *registered]
     if default is not None:
-        found += read_choices(tuple(DEFAULT.split(".")), _choice(default), None, written)
+        found += read_choices(tuple(DEFAULT.split(".")), choice_tree(default), None, written)
     if backend is not None and config.default is not None:
         rule = "is given as default and as backend, which is short for it"
         found.append(Fault(DEFAULT, None, rule, "keep one of the two"))
-    found += read_choices(tuple(PER_ROLE.split(".")), per_role, None, written)
+    found += read_choices(tuple(PER_ROLE.split(".")), {} if per_role is None else per_role, None, written)
     values = _checked(found)
     del values[AGREEMENT]
     specs = assemble({key: value for key, value in values.items() if not key.startswith(f"{REGISTER}.")})
     return {
         "default": specs.pop(DEFAULT, None),
-        "per_role": {key.removeprefix(f"{PER_ROLE}."): spec for key, spec in specs.items()},
+        "per_role": FrozenMapping({key.removeprefix(f"{PER_ROLE}."): spec for key, spec in specs.items()}),
+        **copies,
     }
 
 
@@ -102,12 +106,13 @@ def _is_entry(role: Any, spec: Any) -> bool:
     return all(name and name not in RESERVED for name in role.split("."))
 
 
-def _choice(value: Any) -> Any:
-    """A choice, or roles with choices, as the tree that a file would give."""
+def choice_tree(value: Any) -> Any:
+    """A choice, roles with choices, or a whole configuration, as the tree that a file would give."""
+    value = plain_data(value)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, AttentionSpec):
-        return {name: getattr(value, name) for name in RESERVED if name == "backend" or _is_set(value, name)}
+        return {name: _options(getattr(value, name)) for name in RESERVED if name == "backend" or _is_set(value, name)}
     if isinstance(value, Mapping):
         return {name: _entry(name, item) for name, item in value.items()}
     return value
@@ -119,11 +124,12 @@ def _is_set(spec: AttentionSpec, name: str) -> bool:
 
 def _entry(name: Any, item: Any) -> Any:
     _, rest = split_spec(name.split(".")) if isinstance(name, str) else ((), ())
-    return _options(item) if rest and rest[0] in BLOCKS else _choice(item)
+    return _options(item) if rest and rest[0] in BLOCKS else choice_tree(item)
 
 
 def _options(value: Any) -> Any:
     """An option block, or a field of one. A dataclass has every field, so that None in it says nothing."""
+    value = plain_data(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _options({name: item for name, item in dataclasses.asdict(value).items() if item is not None})
     if isinstance(value, Mapping):

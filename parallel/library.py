@@ -122,12 +122,12 @@ def sequence_parallel(
     its forward still takes and returns whole tensors, the same on all ranks, and each rank computes its own rows.
 
     mesh: a `DeviceMesh` of one dimension, or of two that are named ring and ulysses; a `ProcessGroup`; None for the
-    default group. attention: an `AttentionConfig`, its fields as a mapping, a backend's name, or overrides such as
-    "attention.per_role.self=TORCH_SDPA". strategy, ulysses, ring: as `parallel.strategy` and its degrees; by default
-    they are the mesh's, or chosen. dtype: of the activations; the model's own by default. control: a gloo group of the
-    same ranks, formed if there is none; timeout: of groups that are formed. name: of the model, in messages and events.
-    denoising: for options that depend on the step, which the caller's loop tells it. on_event: is told what each layer
-    ran (`AttentionRan`), on its first call.
+    default group. attention: any form that `configs.arguments.attention_settings` reads, such as a backend's name, an
+    `AttentionConfig`, or "attention.per_role.self=TORCH_SDPA". strategy, ulysses, ring: as `parallel.strategy` and its
+    degrees; by default they are the mesh's, or chosen. dtype: of the activations; the model's own by default. control:
+    a gloo group of the same ranks, formed if there is none; timeout: of groups that are formed. name: of the model, in
+    messages and events. denoising: for options that depend on the step, which the caller's loop tells it. on_event: is
+    told what each layer ran (`AttentionRan`), on its first call.
 
     Gradients: with a loss that every rank computes on the whole output, the mean over the ranks of a parameter's
     gradients is its gradient, as with data parallelism.

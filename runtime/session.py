@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
-from configs.schema import AttentionConfig, AttentionSpec, ModelConfig, RunConfig
+from configs.arguments import AttentionArgument, attention_settings
+from configs.schema import ModelConfig, RunConfig
 from parallel.events import Artefact, AttentionRan
 from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, RankPlace
@@ -40,24 +40,31 @@ class Session:
     """A group of ranks with a loaded model, as a context manager.
 
     Entering checks everything that can be checked, then places, starts and wires the ranks; leaving stops them,
-    whatever happened. attention: instead of the configuration's own; anything but an `AttentionConfig` is its default
-    choice. worker: dotted path of the class that does a rank's work.
+    whatever happened.
 
-    Raises FaultError for what cannot be served, PlacementError for what is not there, RankError, DisagreementError and
-    StallError for what goes wrong.
+    Args:
+        config: the run.
+        attention: replaces `config.attention`, in any form that `configs.arguments.attention_settings` reads; None
+            keeps it.
+        observer: is notified of messages, placement and events.
+        worker: dotted path of the class that does a rank's work.
+
+    Raises:
+        FaultError: a configuration or a request that cannot be served.
+        PlacementError: resources that are not available.
+        RankError, DisagreementError, StallError: ranks that fail, differ or hang.
     """
 
     def __init__(
         self,
         config: RunConfig,
         *,
-        attention: AttentionConfig | AttentionSpec | Mapping[str, Any] | Enum | str | None = None,
+        attention: AttentionArgument = None,
         observer: Observer | None = None,
         worker: str = "runtime.worker.Rank",
     ) -> None:
         if attention is not None:
-            chosen = attention if isinstance(attention, AttentionConfig) else AttentionConfig(backend=attention)
-            config = replace(config, attention=chosen)
+            config = replace(config, attention=attention_settings(attention))
         self.config = config
         self.device: DeviceFacts | None = None
         self.world_size = 0

@@ -23,6 +23,13 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / guide).read_text(), re.DOTALL)
 
 
+def test_the_python_of_the_settings_runs() -> None:
+    sources = blocks("settings.md", "python")
+    assert len(sources) == 2
+    for source in sources:
+        exec(compile(source, "settings.md", "exec"), {})
+
+
 def torchrun(script: str, *arguments: str, folder: Path) -> str:
     """A script of a guide on two ranks; what it printed."""
     (source,) = [block for block in blocks("library.md", "python") if block.startswith(f"# {script}\n")]

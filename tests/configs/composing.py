@@ -14,7 +14,10 @@ BACKEND = "DIFFUSION_ATTENTION_BACKEND"
 
 
 def composed(
-    *arguments: str, file: Path | Sequence[Path] | None = None, environ: Mapping[str, str] = {}, prompt: str | None = PROMPT
+    *arguments: str,
+    file: Path | Sequence[Path] | None = None,
+    environ: Mapping[str, str] = {},
+    prompt: str | None = PROMPT,
 ) -> RunConfig:
     config, faults = compose((*([prompt] if prompt else []), *arguments), file=file, environ=environ)
     assert faults == ()
@@ -22,7 +25,9 @@ def composed(
     return config
 
 
-def refused(*arguments: str, file: Path | Sequence[Path] | None = None, environ: Mapping[str, str] = {}) -> tuple[Fault, ...]:
+def refused(
+    *arguments: str, file: Path | Sequence[Path] | None = None, environ: Mapping[str, str] = {}
+) -> tuple[Fault, ...]:
     config, faults = compose((PROMPT, *arguments), file=file, environ=environ)
     assert config is None
     assert faults

@@ -130,7 +130,9 @@ def _leaves(tree: dict[str, Any], path: str) -> dict[str, Any]:
 def _exact(config: AttentionConfig) -> str:
     """As text, as 1, 1.0 and True are equal."""
     specs = {"default": config.default, **config.per_role}
-    return json.dumps({key: spec and dataclasses.asdict(spec) for key, spec in specs.items()}, sort_keys=True)
+    return json.dumps(
+        {key: spec and dataclasses.asdict(spec) for key, spec in specs.items()}, sort_keys=True, default=dict
+    )
 
 
 @given(_TREE, st.sampled_from(["default", "per_role.self", "per_role.cross.image"]), st.randoms(use_true_random=False))

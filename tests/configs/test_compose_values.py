@@ -165,7 +165,7 @@ def test_the_given_environment_does_not_outlive_the_call(monkeypatch: pytest.Mon
         ("${nope}", "'nope' not found"),
         ("${oc.env:NOT_SET}", "'NOT_SET' not found"),
         ("${nope:1}", "Unsupported interpolation type nope"),
-        ("${generate.steps}", "Recursive interpolation"),
+        ("${generate.steps}", "it goes in a circle: generate.steps -> generate.steps"),
         ("${oc.env:TEXT}", "resolves to 'many'"),
     ],
 )

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from configs.faults import FaultError
-from configs.schema import AttentionConfig, AttentionSpec
+from configs.schema import AttentionConfig, AttentionSpec, RunSettings
 
 
 class Backend(enum.Enum):
@@ -105,7 +106,7 @@ def test_roles_nest_at_any_depth() -> None:
 def test_a_block_is_a_mapping_or_a_dataclass(block: Any) -> None:
     expected = AttentionSpec("A", quant={"dtype_qk": "int8", "skip": [1]})
     assert AttentionSpec("A", quant=block) == expected
-    assert AttentionSpec("A", quant=block).blocks == {"quant": {"dtype_qk": "int8", "skip": [1]}}
+    assert AttentionSpec("A", quant=block).blocks == {"quant": {"dtype_qk": "int8", "skip": (1,)}}
     assert AttentionConfig({"backend": "A", "quant": block}).default == expected  # type: ignore[arg-type]
     assert AttentionConfig(per_role={"x": {"quant": block, "backend": "A"}}).per_role == {"x": expected}  # type: ignore[dict-item]
     assert AttentionSpec("A").blocks == {}
@@ -114,7 +115,7 @@ def test_a_block_is_a_mapping_or_a_dataclass(block: Any) -> None:
 def test_text_from_python_is_never_an_interpolation() -> None:
     spec = AttentionSpec("A", options={"x": "${run.seed}", "y": ["\\${z}"]})
     assert AttentionConfig({"backend": "A", "options": spec.options}).default == spec  # type: ignore[arg-type]
-    assert spec.options == {"x": "${run.seed}", "y": ["\\${z}"]}
+    assert spec.options == {"x": "${run.seed}", "y": ("\\${z}",)}
 
 
 def test_what_is_given_is_copied_and_left_as_it_is() -> None:
@@ -127,7 +128,7 @@ def test_what_is_given_is_copied_and_left_as_it_is() -> None:
     assert given == before
     given["cross"]["quant"]["x"].append(3)  # type: ignore[index]
     specs["b"] = spec
-    assert config.per_role["cross"].quant == spec.quant == {"x": [1, 2]}
+    assert config.per_role["cross"].quant == spec.quant == {"x": (1, 2)}
     assert normal.per_role == {"a": spec}
 
 
@@ -224,3 +225,47 @@ def test_every_fault_of_a_spec_comes_at_once() -> None:
         "AttentionSpec.skip_softmax.c": "{d: 1}",
         "AttentionSpec.options": "x",
     }
+
+
+@pytest.mark.parametrize("block", [{"x": [1, {"y": [2]}]}])
+def test_option_blocks_take_only_plain_data(block: Any) -> None:
+    with pytest.raises(FaultError):
+        AttentionSpec("A", options=block)
+
+
+def test_nothing_can_change_a_configuration_from_outside() -> None:
+    register = {"MINE": "a.B"}
+    config = AttentionConfig(AttentionSpec("A", options={"x": [1]}), {"self": "B"}, register)  # type: ignore[dict-item]
+    register["OTHER"] = "c.D"
+    assert config.register == {"MINE": "a.B"}
+    assert config.default is not None
+    for mapping in (config.per_role, config.register, config.origins, config.default.options):
+        with pytest.raises(TypeError):
+            mapping["x"] = 1  # type: ignore[index]
+    assert config.default.options == {"x": (1,)}
+    assert hash(config) == hash(copy.deepcopy(config)) == hash(pickle.loads(pickle.dumps(config)))
+    assert dataclasses.asdict(config)["default"]["options"] == {"x": (1,)}
+
+
+def test_omegaconf_containers_are_mappings_and_lists() -> None:
+    blocks = OmegaConf.create({"quant": {"x": [1, "${..y}"], "y": 2}})
+    spec = AttentionSpec("A", quant=blocks.quant)
+    assert spec.quant == {"x": (1, 2), "y": 2}
+    assert AttentionSpec("A", options={"x": OmegaConf.create([1])}).options == {"x": (1,)}
+    assert AttentionSpec("A", quant=DictConfig(None)) == AttentionSpec("A")
+    roles = OmegaConf.create({"cross": {"image": "A"}, "self": {"backend": "B", "options": {"x": [1]}}})
+    assert AttentionConfig(per_role=roles).per_role == {
+        "cross.image": AttentionSpec("A"),
+        "self": AttentionSpec("B", options={"x": [1]}),
+    }
+    assert AttentionConfig(register=OmegaConf.create({"A": "a.B"})).register == {"A": "a.B"}
+    with pytest.raises(FaultError, match=r"AttentionSpec\.version=\?\?\?: is marked as still to be set"):
+        AttentionSpec("A", version="???")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [AttentionSpec, AttentionConfig, RunSettings])
+def test_a_misspelt_field_is_answered_with_the_nearest(kind: type) -> None:
+    name, meant = {"RunSettings": ("sed", "seed")}.get(kind.__name__, ("bakend", "backend"))
+    with pytest.raises(FaultError) as caught:
+        kind(**{name: "A"})
+    assert str(caught.value) == f"{kind.__name__}.{name}: no such field; did you mean {meant}?"

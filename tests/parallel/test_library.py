@@ -94,9 +94,9 @@ def test_what_cannot_be_is_refused_with_a_way_out_on_every_rank(gloo_ranks: Gloo
     beginnings = [
         "model=Linear: that class is not known; known are WanTransformer3DModel; ",
         "mesh=1x2 ('dp', 'sp'): a mesh is of one dimension",
-        "run.seed=3: nothing would use it",
+        "run.seed=3: this call configures attention, and nothing would use it",
         "attention.per_role.slef=REFERENCE: the model has no role 'slef'; its roles are cross, self; ",
-        "attention.defualt: no such field of a configuration; did you mean default?",
+        "attention.defualt=REFERENCE: no such key; did you mean attention.default?",
         "attention.default=FLASH_ATTN: ",
         "parallel.ulysses=3: degrees of 3 do not make up 2 ranks",
         "control: it must be of the ranks [0, 1]",
