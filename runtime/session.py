@@ -76,8 +76,9 @@ class Session:
         self._ran: list[tuple[int, AttentionRan]] = []
 
     def __enter__(self) -> Session:
-        # What is registered while the session lives is another session's.
-        self._registry = Registry.exactly(Registry(self.config.attention.register).paths())
+        if self._live.group.running:
+            raise RuntimeError("the session has live ranks already: leave it before you enter it again")
+        self._forget_last_group()
         folder = self.check()
         try:
             with terminated_by_signal():
@@ -151,6 +152,15 @@ class Session:
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""
         self._live.close()
+
+    def _forget_last_group(self) -> None:
+        """Reset everything that belongs to one group of ranks; the next group may differ in all of it."""
+        # A backend that is registered after this point belongs to a later session.
+        self._registry = Registry.exactly(Registry(self.config.attention.register).paths())
+        self._live = LiveRanks(self.config, self._observer.on_message)
+        self._folder = None  # the model folder may have changed
+        self._ran = []
+        self.device, self.world_size = None, 0
 
     def _start(self, folder: FolderFacts) -> None:
         ground = self._live.start(

@@ -330,6 +330,25 @@ def test_what_python_code_registers_reaches_the_ranks_by_name() -> None:
     assert {entry.variant for entry in entries} == {"renamed"}
 
 
+def test_a_session_that_is_entered_again_after_an_error_knows_nothing_of_its_first_group(ray_cluster: str) -> None:
+    config = config_of(TINY_WAN, 2)
+    request = request_of(config)
+    session = Session(config, worker="tests.runtime.doubles.SkippingRank")
+    with pytest.raises(RankError), session:
+        session.generate([request])
+    assert session.report.entries
+
+    session.config = config_of(TINY_WAN, 1)  # a smaller group
+    session._worker = "runtime.worker.Rank"
+    with session:
+        assert session.report.entries == ()
+        with pytest.raises(RuntimeError, match="leave it before you enter it again"):
+            session.__enter__()
+        session.generate([request])
+        assert {rank for entry in session.report.entries for rank in entry.ranks} == {0}
+        assert [place.rank for place in session.places] == [0]
+
+
 def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:
     config = config_of(TINY_WAN, 1)
     request = request_of(config)
