@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.faults import Fault, FaultError
 from parallel.grid import Grid
 from parallel.mesh import GridGroups, Mesh, check_group_counts, form_group
+from parallel.transport.guard import exchange
 
 MeshArgument = DeviceMesh | dist.ProcessGroup | None
 AXES = ("ring", "ulysses")
@@ -106,7 +107,8 @@ def _form_control(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.P
     if len(ranks) < dist.get_world_size():
         check_group_counts(ranks, group)
         return form_group(ranks, "gloo", timeout)
-    whole: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo")
+    with exchange("forming a process group"):
+        whole: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo")
     return whole
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from backends.requirements import Features
 from parallel.mesh import Mesh
 from parallel.plan import Stream
-from parallel.transport.errors import ExchangeError
+from parallel.transport.guard import exchange
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,13 @@ def agree(facts: Facts, mesh: Mesh) -> None:
         return
     mine = torch.tensor(facts.numbers(), dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in range(mesh.world_size)]
-    try:
+    with exchange(f"the agreement before {facts.before}"):
         dist.all_gather(gathered, mine, group=mesh.control)
-    except RuntimeError as error:
-        raise ExchangeError(f"the agreement before {facts.before}", str(error)) from error
     if any(not torch.equal(mine, other) for other in gathered):
         # Every rank has seen the same numbers, so all of them come here, and can afford to exchange the texts.
         told: list[Facts] = [facts] * mesh.world_size
-        dist.all_gather_object(told, facts, group=mesh.control)
+        with exchange(f"the agreement before {facts.before}"):
+            dist.all_gather_object(told, facts, group=mesh.control)
         raise RankDisagreementError(tuple(told))
 
 

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
 from configs.faults import Fault, FaultError
 from parallel.plan import Grid
+from parallel.transport.guard import exchange
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Mesh:
 
 def form_group(ranks: list[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """A group of some of the world's ranks, without the others. Call `check_group_counts` before."""
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    with exchange("forming a process group"):
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
     return group
 
 
@@ -84,7 +88,8 @@ def check_group_counts(ranks: list[int], *groups: dist.ProcessGroup) -> None:
     counts = [len(_world.pg_names)]
     for group in groups:
         gathered = [counts] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, counts, group=group)
+        with exchange("the comparison of process groups"):
+            dist.all_gather_object(gathered, counts, group=group)
         counts = [count for part in gathered for count in part]
     if len(set(counts)) > 1:
         told = ", ".join(f"rank {rank} is in {count}" for rank, count in zip(ranks, counts, strict=True))
@@ -111,15 +116,16 @@ def open_mesh(store: Store, rank: int, world_size: int, device: torch.device, ti
     if world_size == 1:
         return Mesh(rank, world_size, device)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("data", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
-    data = dist.group.WORLD
-    # Facts of a forward must not wait for the device, so they have a host-side group of their own.
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    with exchange("joining the group"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("data", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        data = dist.group.WORLD
+        # Facts of a forward must not wait for the device, so they have a host-side group of their own.
+        control = dist.new_group(backend="gloo", timeout=timeout)
     return Mesh(rank, world_size, device, data, control, timeout)

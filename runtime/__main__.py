@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from runtime.source import misplaced_imports, shadow_message
+
+EXIT_LIMIT_S = 4.0
 
 
 def main() -> int:
@@ -19,9 +22,21 @@ def main() -> int:
     # Last, so that nothing there stands in for what is installed.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    from runtime.cli import run
+    from runtime.signals import ExitWatch, SignalInterrupt, signal_message
 
-    return run(sys.argv[1:])
+    watch = ExitWatch(EXIT_LIMIT_S)
+    watch.start()
+    try:
+        from runtime.cli import run
+
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt as error:  # during the imports
+        signum = error.signum if isinstance(error, SignalInterrupt) else signal.SIGINT
+        print(f"error: {signal_message(signum)}", file=sys.stderr)
+        code = 128 + signum
+    if watch.signum is not None:
+        watch.exit(code)  # the exit handlers of Ray may wait for processes that the signal has ended
+    return code
 
 
 if __name__ == "__main__":

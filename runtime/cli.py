@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from configs.overrides import quote
 from configs.schema import RunConfig
 from runtime.commands import Commands, ConfiguredCommand, SingleOption
 
-INTERRUPTED = 130
 Read = TypeVar("Read")
 
 
@@ -277,6 +277,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command; returns its exit code. Only our own bugs leave a traceback."""
     from runtime.errors import DisagreementError, RankError, StallError, TerminatedError, WrongResultError
     from runtime.progress import print_faults
+    from runtime.signals import SignalInterrupt, signal_message
 
     try:
         cli.main(list(arguments), prog_name="raylysses", standalone_mode=False)
@@ -298,11 +299,14 @@ def run(arguments: Sequence[str]) -> int:
         print("\n  ".join((f"error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return error.exit_code
     except TerminatedError as error:
-        print(f"error: stopped by signal {error.signum}; the ranks were stopped", file=sys.stderr)
+        print(f"error: {signal_message(error.signum)}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        print("error: interrupted; the ranks were stopped", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, click.Abort) as error:
+        # click turns every KeyboardInterrupt into an Abort with that cause.
+        interrupt = error.__cause__ if isinstance(error, click.Abort) else error
+        signum = interrupt.signum if isinstance(interrupt, SignalInterrupt) else signal.SIGINT
+        print(f"error: {signal_message(signum)}", file=sys.stderr)
+        return 128 + signum
     except SystemExit as exit_:
         return int(exit_.code or 0)
     return 0

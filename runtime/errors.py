@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from configs.faults import FaultError
 
+BRIEF = 300
+"""Characters of a consequence; its whole text is in the run folder."""
+
 
 class PlacementError(FaultError):
     """The ranks' resources are not there, or do not become free in time."""
@@ -34,7 +37,14 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RankTrouble:
-    """What became of one rank. kind: died, raised, or disconnected (it lost a peer). traceback: of what it raised."""
+    """What became of one rank.
+
+    Attributes:
+        kind: `died`, `raised`, or `disconnected` (an exchange with other ranks failed).
+        phase: What the rank was doing.
+        message: The cause, in one sentence.
+        traceback: The whole report: the traceback of an exception, or what Ray says of a dead process.
+    """
 
     place: RankPlace
     kind: str
@@ -44,6 +54,14 @@ class RankTrouble:
 
     def __str__(self) -> str:
         return f"{self.place} {self.kind} in phase {self.phase}: {self.message}"
+
+    @property
+    def in_brief(self) -> str:
+        """One line for a rank that failed because another one did."""
+        if self.kind == "disconnected":
+            return f"{self.place} lost its connection to other ranks in phase {self.phase}"
+        line = (str(self).splitlines() or [""])[0]
+        return line if len(line) <= BRIEF else f"{line[:BRIEF]}..."
 
 
 class RankError(Exception):
@@ -57,7 +75,7 @@ class RankError(Exception):
         super().__init__(trouble, consequences)
 
     def __str__(self) -> str:
-        rest = "".join(f"\n  then {trouble}" for trouble in self.consequences)
+        rest = "".join(f"\n  then {trouble.in_brief}" for trouble in self.consequences)
         return f"{self.trouble}; the other ranks were stopped{rest}"
 
 

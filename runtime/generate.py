@@ -80,9 +80,15 @@ class _Recorder(Observer):
             )
         )
         self.folder.write_selection(session.report)
-        if isinstance(error, RankError) and error.trouble.traceback:
-            path = self.folder.write_traceback(error.trouble.place.rank, error.trouble.traceback)
-            error.add_note(f"its traceback is in {path}")
+        self.folder.write_ray_log(session.ray_messages)
+        if isinstance(error, RankError):
+            for trouble in (error.trouble, *error.consequences):
+                if trouble.traceback:
+                    self.folder.write_traceback(trouble.place.rank, trouble.traceback)
+            if error.trouble.traceback:
+                name = f"rank{error.trouble.place.rank}.traceback.txt"
+                what = "traceback" if error.trouble.kind == "raised" else "full report"
+                error.add_note(f"its {what} is in {self.folder.path / 'ranks' / name}")
 
     @property
     def elapsed_s(self) -> float:

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 
 
 class LiveRanks:
-    """The processes of all ranks. tell: is given what is done and what was decided, as lines. group: to drive them."""
+    """The processes of all ranks. tell: is given what is done and what was decided, as lines. group: to drive them.
+    ray_messages: what Ray said of the cluster meanwhile, for the run folder.
+    """
 
     def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
         self._config = config
         self._tell = tell
         self.group = RankGroup(config.cluster)
+        self.ray_messages: list[str] = []
         self._owns_cluster = False
+        self._connected = False
+        self._let_ray_print: Callable[[], None] | None = None
         self._starter = StarterThread()
 
     def start(
@@ -39,7 +44,10 @@ class LiveRanks:
         self._tell(f"connecting to {_cluster_name(config)}")
         self._starter = StarterThread()
         self._owns_cluster = not ray_api.joins_other(config.cluster.address)
+        self._let_ray_print = ray_api.keep_messages(self.ray_messages)
+        was_connected = ray_api.is_connected()
         _connect(config, self._starter)
+        self._connected = not was_connected
         ground = survey()
         chosen = "" if config.parallel.world_size else " (parallel.world_size=auto)"
         ranks = "1 rank" if ground.world_size == 1 else f"{ground.world_size} ranks"
@@ -73,14 +81,18 @@ class LiveRanks:
         ]
 
     def close(self) -> None:
-        """Stop the ranks, give back what they held, and stop the cluster if it was started here; repeatable."""
-        with signals_held():
+        """Stop the ranks, return what they held, and leave the cluster if `start` joined or started it; repeatable."""
+        with signals_held(repeat=True):
             if self._owns_cluster:
                 self.group.kill()
-                ray_api.disconnect()
-                self._owns_cluster = False
             else:
                 self.group.close()
+            if self._owns_cluster or self._connected:
+                ray_api.disconnect(owns_cluster=self._owns_cluster)
+                self._owns_cluster = self._connected = False
+            if self._let_ray_print is not None:
+                self._let_ray_print()
+                self._let_ray_print = None
             self._starter.release()
 
 

@@ -19,6 +19,7 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanPipeline
 from backends.layer_facts import DenoisingTime
 from configs.faults import Fault, FaultError
 from parallel.mesh import Mesh
+from parallel.transport.guard import exchange
 from runtime.requests import Request
 
 FIRST = 0
@@ -31,7 +32,9 @@ def from_first_rank(compute: Callable[[], tuple[Any, ...]], mesh: Mesh) -> tuple
         return compute()
     result = compute() if mesh.rank == FIRST else ()
     layout = [[(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in result]]
-    dist.broadcast_object_list(layout, src=FIRST, group=mesh.control)
+    verb = "the broadcast of the first rank's tensors"
+    with exchange(verb):
+        dist.broadcast_object_list(layout, src=FIRST, group=mesh.control)
     received: list[torch.Tensor | None] = []
     for index, entry in enumerate(layout[0]):
         if entry is None:
@@ -41,7 +44,8 @@ def from_first_rank(compute: Callable[[], tuple[Any, ...]], mesh: Mesh) -> tuple
             tensor = result[index].to(mesh.device).contiguous()
         else:
             tensor = torch.empty(entry[0], dtype=entry[1], device=mesh.device)
-        dist.broadcast(tensor, src=FIRST, group=mesh.data)
+        with exchange(verb):
+            dist.broadcast(tensor, src=FIRST, group=mesh.data)
         received.append(tensor)
     return tuple(received)
 

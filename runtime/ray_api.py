@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import psutil
 import ray
 import ray.cloudpickle
 import ray.exceptions
@@ -20,6 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from runtime import bootstrap
 
 POLL_S = 0.5
+HEAD_GONE_S = 1.5
+"""How long to wait for Ray once its head process has ended."""
 # Ray narrows CUDA_VISIBLE_DEVICES to the actor's own GPU unless told not to; peer access and symmetric memory need
 # all of them.
 KEEP_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -37,9 +42,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Died:
-    """A rank's process ended, or its node was lost."""
+    """A rank's process ended without an exception of its own.
+
+    Attributes:
+        message: Ray's own report, often several paragraphs.
+        out_of_memory: Whether Ray killed the process because its node ran low on memory.
+    """
 
     message: str
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,11 @@ Item = Yielded | Ended | Raised | Died
 def inside_job() -> bool:
     """True in the driver of a submitted Ray job: its cluster is given by Ray."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    return bool(ray.is_initialized())
 
 
 def joins_other(address: str) -> bool:
@@ -98,9 +114,58 @@ def connect(address: str, cpus: int) -> None:
         ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
 
 
-def disconnect() -> None:
-    """Leave the cluster; one that `connect` started here is stopped with all its processes."""
-    ray.shutdown()
+def disconnect(*, owns_cluster: bool) -> None:
+    """Leave the cluster.
+
+    Args:
+        owns_cluster: Whether `connect` started it here; then it is stopped with all its processes. A signal to the
+            whole process group may have taken its head process before. Ray would wait 8 s for that (2.60), so then
+            this function returns while Ray still waits in a thread of its own.
+    """
+    if not owns_cluster:
+        ray.shutdown()
+        return
+    thread = threading.Thread(target=ray.shutdown, name="shutdown", daemon=True)
+    thread.start()
+    gone_since: float | None = None
+    while thread.is_alive() and (gone_since is None or time.monotonic() - gone_since < HEAD_GONE_S):
+        thread.join(0.1)
+        if gone_since is None and not _heads():
+            gone_since = time.monotonic()
+
+
+def _heads() -> list[psutil.Process]:
+    """The head processes of clusters that this process started, also those that ended and were not waited for."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "gcs_server" and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
+
+
+def keep_messages(messages: list[str]) -> Callable[[], None]:
+    """Append what Ray would print about the cluster (dead nodes, killed workers) to `messages`.
+
+    Ray prints these on standard output even with `log_to_driver=False`, and offers no switch (2.60): the function that
+    prints them is replaced.
+
+    Returns:
+        A function that lets Ray print again.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    printing = worker.print_to_stdstream
+
+    def keep(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+        messages.extend(data["lines"])
+
+    worker.print_to_stdstream = keep
+    return lambda: setattr(worker, "print_to_stdstream", printing)
+
+
+def is_alive(node_id: str) -> bool:
+    """Whether the cluster still counts a node among its own."""
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
 def nodes() -> tuple[Node, ...]:
@@ -220,7 +285,7 @@ def trouble_of(error: ray.exceptions.RayError) -> Raised | Died:
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause if isinstance(error.cause, BaseException) else error
         return Raised(cause, str(error))
-    return Died(str(error).strip())
+    return Died(str(error).strip(), isinstance(error, ray.exceptions.OutOfMemoryError))
 
 
 def ready(streams: Sequence[Stream], timeout_s: float) -> list[Stream]:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -120,8 +120,14 @@ class RunFolder:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
 
+    def write_ray_log(self, messages: Iterable[str]) -> None:
+        """ray.log: what Ray said of the cluster during the run; no file if it said nothing."""
+        text = "".join(f"{message.rstrip()}\n" for message in messages)
+        if text:
+            self._write_text("ray.log", text)
+
     def write_traceback(self, rank: int, text: str) -> Path:
-        """ranks/rank{rank}.traceback.txt: where a rank raised, too long for its one-line error."""
+        """ranks/rank{rank}.traceback.txt: the traceback of a rank, or Ray's whole report on its dead process."""
         (self.path / "ranks").mkdir(exist_ok=True)
         return self._write_text(f"ranks/rank{rank}.traceback.txt", text.rstrip("\n") + "\n")
 

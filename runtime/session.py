@@ -99,6 +99,11 @@ class Session:
         return self._live.group.places
 
     @property
+    def ray_messages(self) -> list[str]:
+        """What Ray reported of the cluster, such as lost nodes and killed processes; the run folder's `ray.log`."""
+        return self._live.ray_messages
+
+    @property
     def registrations(self) -> dict[str, str]:
         """Name -> class path of the backends that the ranks know beside the built-in ones."""
         return self._registry.registrations()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
+
+import psutil
 
 from runtime.errors import TerminatedError
 
@@ -68,6 +76,64 @@ def signals_held(*, repeat: bool = False) -> Iterator[None]:
             signal.signal(signum, handler)
     if pending and repeat:
         signal.raise_signal(pending[0])
+
+
+class ExitWatch:
+    """Ends this process a few seconds after its first signal, with the signal's exit code, whatever it waits for.
+
+    A signal to the whole process group also takes the processes of Ray. The driver may then wait for them in a call
+    that no Python signal handler can leave, for a minute in `ray.init`. A thread reads the signals from a socket
+    (`signal.set_wakeup_fd`), because the interpreter writes them there during such a call, too.
+
+    Args:
+        limit_s: How long the process may take to stop by itself, in seconds.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self.signum: int | None = None
+
+    def start(self) -> None:
+        """Watch from now to the end of the process; call it in the main thread.
+
+        SIGTERM, and SIGHUP unless it is ignored, raise SignalInterrupt from now on.
+        """
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for signum in STOPPING:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, _interrupt)
+        threading.Thread(target=self._watch, name="exit-watch", daemon=True).start()
+
+    def exit(self, code: int) -> NoReturn:
+        """End the process and all its descendants at once, without the exit handlers of Ray."""
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+                stream.flush()
+        os._exit(code)
+
+    def _watch(self) -> None:
+        while self.signum is None:
+            self.signum = next((number for number in self._reader.recv(64) if number in HELD), None)
+        time.sleep(self._limit_s)
+        with contextlib.suppress(OSError, ValueError):
+            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+            print(f"{show_cursor}error: {signal_message(self.signum)}", file=sys.stderr)
+        self.exit(128 + self.signum)
+
+
+def signal_message(signum: int) -> str:
+    """What a user is told of a run that a signal has stopped."""
+    stopped = "interrupted" if signum == signal.SIGINT else f"stopped by signal {signum}"
+    return f"{stopped}; the ranks were stopped"
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise SignalInterrupt(signum)
 
 
 class StarterThread:

@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.events import Phase, Step
+from parallel.transport.errors import ExchangeError, ExchangeSizeError
 from runtime.errors import RankError, RankPlace, RankTrouble, StallError
-from runtime.ray_api import Died, Ended, Raised, Stream, Yielded, ready
+from runtime.ray_api import Died, Ended, Raised, Stream, Yielded, is_alive, ready
 
 GRACE_S = 1.5
 POLL_S = 0.5
 
-# What torch says on a rank whose peer is gone: a consequence, not a cause.
-_LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Read error|Broken pipe|Timed out waiting|Operation timed out"
-    r"|wait timeout|NCCL communicator was aborted|remote process exited|Socket Timeout|recvValue failed|failed to recv",
-    re.IGNORECASE,
-)
-_TORCH_COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+# A rank that lost a peer fails within milliseconds; Ray needs up to 15 s to notice that the peer's node is gone.
+GRACE_FOR_CAUSE_S = 20.0
+REASON = 300
+# What Ray says after the reason why a worker ended: guesses that fit any of them.
+_GUESSES = ("Some common causes include", "There are some potential root causes")
+_TORCH_COMMUNICATION = "torch.distributed", "DistError"
 
 OnEvent = Callable[[int, Any], None]
 
 
 def classify(item: Raised | Died) -> str:
-    """`died`, `raised`, or `disconnected` for the error of a rank that lost a peer."""
+    """`died`, `raised`, or `disconnected` for a failed exchange with other ranks; by type, never by the message."""
     if isinstance(item, Died):
         return "died"
-    names = {cls.__name__ for cls in type(item.cause).__mro__}
-    communication = bool(names & set(_TORCH_COMMUNICATION)) or isinstance(item.cause, RuntimeError | OSError)
-    return "disconnected" if communication and _LOST_PEER.search(str(item.cause)) else "raised"
+    if isinstance(item.cause, ExchangeSizeError):
+        return "raised"  # tensors of this rank have the wrong size
+    # By name, as the driver does not import torch.
+    torch_lost_a_peer = any((cls.__module__, cls.__name__) == _TORCH_COMMUNICATION for cls in type(item.cause).__mro__)
+    return "disconnected" if torch_lost_a_peer or isinstance(item.cause, ExchangeError) else "raised"
 
 
-def trouble(place: RankPlace, phase: str, item: Raised | Died) -> RankTrouble:
-    """What became of a rank, from how its call or its stream ended."""
+def trouble(place: RankPlace, phase: str, item: Raised | Died, *, node_lost: bool = False) -> RankTrouble:
+    """Describe what became of a rank.
+
+    Args:
+        place: Where the rank ran.
+        phase: What it was doing.
+        item: How its call or its stream ended.
+        node_lost: Whether the cluster has lost the rank's node.
+    """
     if isinstance(item, Raised):
-        message = _shortened(f"{type(item.cause).__name__}: {item.cause}")
+        message = _shortened(f"{type(item.cause).__name__}: {item.cause}", 2000)
         return RankTrouble(place, classify(item), phase, message, item.traceback)
-    return RankTrouble(place, classify(item), phase, f"its process is gone ({_last_line(item.message)})")
+    reason = _shortened(_reason(item), REASON)
+    if node_lost:
+        message = f"its node {place.hostname} ({place.host}) is lost ({reason}); look at that machine and its network"
+    elif item.out_of_memory:
+        message = (
+            f"Ray killed its process because the node {place.hostname} ({place.host}) ran low on memory: {reason}; "
+            f"use fewer ranks on that node, a smaller video, or a node with more memory"
+        )
+    else:
+        message = f"its process is gone ({reason})"
+    return RankTrouble(place, classify(item), phase, message, item.message)
 
 
 @dataclass(frozen=True)
 class _Failure:
+    rank: int
     trouble: RankTrouble
-    cause: BaseException | None
+    item: Raised | Died
+
+    @property
+    def is_consequence(self) -> bool:
+        return self.trouble.kind == "disconnected"
 
 
 class Supervisor:
@@ -54,6 +77,7 @@ class Supervisor:
 
     def __init__(self, places: Sequence[RankPlace], on_event: OnEvent, stall_timeout_s: float) -> None:
         self._places = places
+        self._several_nodes = len({place.node_id for place in places}) > 1
         self._on_event = on_event
         self._stall_timeout_s = stall_timeout_s
         self._doing = ["start"] * len(places)
@@ -66,7 +90,7 @@ class Supervisor:
         """
         open_streams = dict(enumerate(streams))
         failures: list[_Failure] = []
-        quiet_since = time.monotonic()
+        quiet_since = began = time.monotonic()
         deadline: float | None = None
         while open_streams and (deadline is None or time.monotonic() < deadline):
             arrived = ready(list(open_streams.values()), POLL_S if deadline is None else 0.1)
@@ -79,9 +103,15 @@ class Supervisor:
                 failure = self._advance(rank, open_streams)
                 if failure is not None:
                     failures.append(failure)
-                    deadline = now + GRACE_S if deadline is None else deadline
+                    began = now if deadline is None else began
+                    deadline = began + self._grace_s(failures)
         if failures:
             raise self._verdict(failures)
+
+    def _grace_s(self, failures: Sequence[_Failure]) -> float:
+        """How long to wait for the cause after the first failure."""
+        only_consequences = all(failure.is_consequence for failure in failures)
+        return GRACE_FOR_CAUSE_S if only_consequences and self._several_nodes else GRACE_S
 
     def _advance(self, rank: int, open_streams: dict[int, Stream]) -> _Failure | None:
         item = open_streams[rank].take()
@@ -92,8 +122,7 @@ class Supervisor:
         del open_streams[rank]
         if isinstance(item, Ended):
             return None
-        cause = item.cause if isinstance(item, Raised) else None
-        return _Failure(trouble(self._places[rank], self._doing[rank], item), cause)
+        return _Failure(rank, trouble(self._places[rank], self._doing[rank], item), item)
 
     def _verdict(self, failures: list[_Failure]) -> RankError:
         """The root cause first: a death, then a rank's own error, then what a lost peer says; in that order, by
@@ -101,9 +130,17 @@ class Supervisor:
         """
         severity = {"died": 0, "raised": 1, "disconnected": 2}
         ordered = sorted(failures, key=lambda failure: severity[failure.trouble.kind])
-        error = RankError(ordered[0].trouble, tuple(failure.trouble for failure in ordered[1:]))
-        error.__cause__ = ordered[0].cause
+        root, *rest = ordered
+        error = RankError(self._with_node(root), tuple(failure.trouble for failure in rest))
+        error.__cause__ = root.item.cause if isinstance(root.item, Raised) else None
         return error
+
+    def _with_node(self, failure: _Failure) -> RankTrouble:
+        """The trouble of a rank, which may be that of its whole node. A group on one node shares the driver's fate."""
+        place = self._places[failure.rank]
+        if not isinstance(failure.item, Died) or not self._several_nodes or is_alive(place.node_id):
+            return failure.trouble
+        return trouble(place, failure.trouble.phase, failure.item, node_lost=True)
 
     def _note(self, rank: int, event: Any) -> None:
         if isinstance(event, Phase):
@@ -115,10 +152,19 @@ class Supervisor:
         return f"{self._places[rank]}: {self._doing[rank]}"
 
 
-def _shortened(text: str, limit: int = 2000) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters; the traceback has all of them)"
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters; the run folder has all of them)"
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "no reason given"
+def _reason(item: Died) -> str:
+    """The sentence of Ray's report that says why a process ended."""
+    lines = [line.strip() for line in item.message.splitlines() if line.strip()]
+    if not lines:
+        return "Ray gives no reason"
+    if item.out_of_memory:
+        # The node's use and its limit stand in the sentence with the unit.
+        return next((line for line in lines if "GB" in line), lines[0])
+    reason = lines[-1].rpartition("Worker exit detail: ")[2]
+    for guesses in _GUESSES:
+        reason = reason.partition(guesses)[0]
+    return reason.strip().rstrip(".") or lines[-1]

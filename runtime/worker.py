@@ -28,6 +28,7 @@ from parallel.models import family_of
 from parallel.models.sharding import ShardedModel
 from parallel.transport.base import Transport
 from parallel.transport.choice import open_transport
+from parallel.transport.guard import exchange
 from runtime.model_folder import BUILT_IN_PREFIX, folder_of, read_folder
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
 from runtime.requests import Request
@@ -63,7 +64,8 @@ class Member:
         if spec.several_nodes:
             bind_to_interface(spec.host)
         if self._store is None:
-            self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
+            with exchange("joining the group"):
+                self._store = TCPStore(*spec.store, is_master=False, wait_for_workers=False)
         self.mesh = open_mesh(self._store, spec.rank, spec.world_size, self.device, spec.timeout_s)
 
     def open_transport(self) -> Transport:

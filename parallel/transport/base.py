@@ -24,6 +24,7 @@ from parallel.plan import ExchangeCounts, ShardPlan
 from parallel.rows import chain
 from parallel.transport import fp8
 from parallel.transport.errors import ExchangeError, ExchangeSizeError
+from parallel.transport.guard import KEPT_ERRORS
 from parallel.transport.packing import (
     QueryKeyValue,
     pack_heads,
@@ -35,8 +36,6 @@ from parallel.transport.packing import (
 )
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-KEPT_ERRORS = (ExchangeError, torch.OutOfMemoryError)
-"""They say what happened; other errors of what carries an exchange say neither which nor what to do."""
 
 
 @dataclass(frozen=True)

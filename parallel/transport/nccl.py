@@ -21,6 +21,7 @@ from parallel.mesh import Mesh
 from parallel.plan import ExchangeCounts
 from parallel.transport.base import Peers, Rotation, Transport
 from parallel.transport.errors import ExchangeError
+from parallel.transport.guard import exchange
 
 SUCCESS, IN_PROGRESS = 0, 7
 """Of `ncclResult_t`."""
@@ -85,7 +86,8 @@ class NcclTransport(Transport):
         control = self.mesh.control
         first = dist.get_global_rank(control, 0)  # type: ignore[arg-type]
         box = [bytes(self._nccl.get_unique_id()) if self.mesh.rank == 0 else None]
-        dist.broadcast_object_list(box, src=first, group=control)
+        with exchange("joining the ranks"):
+            dist.broadcast_object_list(box, src=first, group=control)
         return self._nccl.UniqueId.from_bytes(box[0])
 
     def _all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: ExchangeCounts, peers: Peers) -> None:

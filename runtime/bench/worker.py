@@ -21,6 +21,7 @@ from parallel.events import Event, Phase, Step
 from parallel.pieces import take
 from parallel.plan import Stream
 from parallel.rows import Rows, rows
+from parallel.transport.guard import exchange
 from runtime.bench.choice import choice_of
 from runtime.bench.grid import ROLE, Case, Shape
 from runtime.bench.results import Checked, Refused, Report, RoundDone
@@ -94,7 +95,8 @@ class BenchRank(Member):
         """A fact of every rank, by rank."""
         told = [fact] * self.mesh.world_size
         if self.mesh.control is not None:
-            dist.all_gather_object(told, fact, group=self.mesh.control)
+            with exchange("the comparison of facts"):
+                dist.all_gather_object(told, fact, group=self.mesh.control)
         return told
 
     def _draw(self, shape: Shape) -> Tensors:
@@ -106,7 +108,8 @@ class BenchRank(Member):
             size = shape.batch, shape.length, heads, shape.head_size
             tensor = torch.randn(size, generator=generator, device=self.device, dtype=dtype)
             if self.mesh.data is not None:
-                dist.broadcast(tensor, group=self.mesh.data, group_src=0)
+                with exchange("the broadcast of the inputs"):
+                    dist.broadcast(tensor, group=self.mesh.data, group_src=0)
             return tensor
 
         return drawn(shape.heads), drawn(shape.kv_heads), drawn(shape.kv_heads)
@@ -213,7 +216,8 @@ class BenchRank(Member):
             for cell in (*cells[first:], *cells[:first]):
                 _synchronize(self.device)
                 if self.mesh.control is not None:
-                    dist.barrier(group=self.mesh.control)
+                    with exchange("the barrier before a call"):
+                        dist.barrier(group=self.mesh.control)
                 taken[cell.case.index] = _milliseconds(cell.call, self.device)
             emit(RoundDone(shape, number, taken))
             emit(Step(shape, number + 1, rounds, time.perf_counter() - began))

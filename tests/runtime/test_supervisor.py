@@ -6,12 +6,14 @@ import pickle
 from typing import Any
 
 import pytest
+import ray
 import torch.distributed as dist
 
 from parallel.events import Phase
+from parallel.transport.errors import ExchangeError, ExchangeSizeError
 from runtime import supervisor as module
 from runtime.errors import DisagreementError, RankError, RankPlace, StallError, TerminatedError
-from runtime.ray_api import Died, Ended, Item, Raised, Yielded
+from runtime.ray_api import Died, Ended, Item, Raised, Yielded, trouble_of
 from runtime.supervisor import Supervisor, classify
 
 PLACES = tuple(RankPlace(rank, "n", "10.0.0.1", "host", 100 + rank) for rank in range(3))
@@ -41,9 +43,11 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "ready", ready)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
 
-    def run(*streams: FakeStream, stall_timeout_s: float = 100) -> list[tuple[int, Any]]:
+    def run(
+        *streams: FakeStream, stall_timeout_s: float = 100, places: tuple[RankPlace, ...] = PLACES
+    ) -> list[tuple[int, Any]]:
         seen: list[tuple[int, Any]] = []
-        watch = Supervisor(PLACES[: len(streams)], lambda rank, event: seen.append((rank, event)), stall_timeout_s)
+        watch = Supervisor(places[: len(streams)], lambda rank, event: seen.append((rank, event)), stall_timeout_s)
         watch.drive(streams)  # type: ignore[arg-type]
         return seen
 
@@ -97,14 +101,62 @@ def test_silence_is_a_stall_that_says_what_each_rank_did(drive: Any) -> None:
     [
         (Died("x"), "died"),
         (LOST, "disconnected"),
-        (Raised(RuntimeError("[gloo] Connection reset by peer"), ""), "disconnected"),
+        (Raised(ExchangeError("gather_heads", "any text"), ""), "disconnected"),
+        (Raised(dist.DistStoreError("any text"), ""), "disconnected"),
+        (Raised(ExchangeSizeError("gather_heads", "Connection reset by peer"), ""), "raised"),
+        (Raised(OSError("Read error on /dev/sdb: Connection reset by peer"), ""), "raised"),
+        (Raised(RuntimeError("[gloo] Connection reset by peer"), ""), "raised"),
         (Raised(ValueError("Connection closed by peer is in my text"), ""), "raised"),
         (Raised(RuntimeError("shape mismatch"), ""), "raised"),
         (Raised(MemoryError(), ""), "raised"),
     ],
 )
-def test_errors_are_classified(item: Raised | Died, kind: str) -> None:
+def test_errors_are_classified_by_type_and_never_by_their_text(item: Raised | Died, kind: str) -> None:
     assert classify(item) == kind
+
+
+ON_TWO_NODES = (RankPlace(0, "a", "10.0.0.1", "left", 100), RankPlace(1, "b", "10.0.0.2", "right", 101))
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_lost_node_is_named_instead_of_its_process(is_alive: bool, drive: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "is_alive", lambda node_id: is_alive)
+    report = "The actor died unexpectedly.\nhealth check failed due to missing too many heartbeats."
+    with pytest.raises(RankError) as caught:
+        drive(FakeStream((1, LOST)), FakeStream((12, Died(report))), places=ON_TWO_NODES)
+
+    text = str(caught.value)
+    node = "its node right (10.0.0.2) is lost (health check failed due to missing too many heartbeats); look at"
+    assert (node in text) is not is_alive
+    assert ("its process is gone" in text) is is_alive
+    assert text.endswith("then rank 0 on left (10.0.0.1, pid 100) lost its connection to other ranks in phase start")
+    assert caught.value.trouble.traceback == report
+
+
+def test_a_rank_that_ray_killed_for_memory_is_named_with_its_nodes_figures_and_a_way_out() -> None:
+    report = (
+        "Task was killed due to the node running low on memory.\n"
+        "Memory on the node (IP: 10.0.0.2) where the task was running was 23.12GB / 24.00GB (0.96), which exceeds 0.95."
+    )
+    error = ray.exceptions.OutOfMemoryError(report)
+    text = str(module.trouble(ON_TWO_NODES[1], "load", trouble_of(error)))
+
+    assert text.startswith("rank 1 on right (10.0.0.2, pid 101) died in phase load: Ray killed its process because")
+    assert "23.12GB / 24.00GB" in text
+    assert "use fewer ranks on that node" in text
+
+
+def test_of_rays_report_the_message_has_the_reason_once() -> None:
+    report = (
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ..."
+    )
+    trouble = module.trouble(PLACES[0], "load", Died(report))
+
+    assert trouble.message == (
+        "its process is gone (Worker unexpectedly exits with a connection error code 2. End of file)"
+    )
+    assert trouble.traceback == report
 
 
 def test_errors_survive_pickling() -> None:
