@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from configs.faults import Fault
 from configs.schema import RunConfig
 from runtime import ray_api
-from runtime.errors import PlacementError, RankPlace
+from runtime.errors import PlacementError, RankPlace, TerminatedError
 from runtime.group import RankGroup
 from runtime.placement import CPU_RANKS, least_world_size
 from runtime.setup import RankSpec
@@ -16,6 +16,10 @@ from runtime.signals import StarterThread, signals_held
 
 if TYPE_CHECKING:
     from runtime.preflight import Ground
+
+
+STOP_S = 1.5
+"""How long a run that a signal has stopped waits for Ray."""
 
 
 class LiveRanks:
@@ -80,15 +84,20 @@ class LiveRanks:
             for place in places
         ]
 
-    def close(self) -> None:
-        """Stop the ranks, return what they held, and leave the cluster if `start` joined or started it; repeatable."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the ranks, return what they held, and leave the cluster if `start` joined or started it; repeatable.
+
+        Args:
+            error: Why, if not because the work is done. After a signal the wait for Ray is short.
+        """
+        stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
         with signals_held(repeat=True):
             if self._owns_cluster:
                 self.group.kill()
             else:
                 self.group.close()
             if self._owns_cluster or self._connected:
-                ray_api.disconnect(owns_cluster=self._owns_cluster)
+                ray_api.disconnect(at_most_s=STOP_S if stopped else None)
                 self._owns_cluster = self._connected = False
             if self._let_ray_print is not None:
                 self._let_ray_print()

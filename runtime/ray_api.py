@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import psutil
 import ray
 import ray.cloudpickle
 import ray.exceptions
@@ -23,8 +21,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from runtime import bootstrap
 
 POLL_S = 0.5
-HEAD_GONE_S = 1.5
-"""How long to wait for Ray once its head process has ended."""
 # Ray narrows CUDA_VISIBLE_DEVICES to the actor's own GPU unless told not to; peer access and symmetric memory need
 # all of them.
 KEEP_DEVICES_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -114,34 +110,16 @@ def connect(address: str, cpus: int) -> None:
         ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
 
 
-def disconnect(*, owns_cluster: bool) -> None:
-    """Leave the cluster.
+def disconnect(*, at_most_s: float | None = None) -> None:
+    """Leave the cluster; one that `connect` started here is stopped with all its processes.
 
     Args:
-        owns_cluster: Whether `connect` started it here; then it is stopped with all its processes. A signal to the
-            whole process group may have taken its head process before. Ray would wait 8 s for that (2.60), so then
-            this function returns while Ray still waits in a thread of its own.
+        at_most_s: How long to wait, in seconds; then Ray goes on in a thread of its own. A signal to the whole process
+            group takes the processes of the cluster, too, and Ray waits 8 s for them (2.60).
     """
-    if not owns_cluster:
-        ray.shutdown()
-        return
     thread = threading.Thread(target=ray.shutdown, name="shutdown", daemon=True)
     thread.start()
-    gone_since: float | None = None
-    while thread.is_alive() and (gone_since is None or time.monotonic() - gone_since < HEAD_GONE_S):
-        thread.join(0.1)
-        if gone_since is None and not _heads():
-            gone_since = time.monotonic()
-
-
-def _heads() -> list[psutil.Process]:
-    """The head processes of clusters that this process started, also those that ended and were not waited for."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.name() == "gcs_server" and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
+    thread.join(at_most_s)
 
 
 def keep_messages(messages: list[str]) -> Callable[[], None]:

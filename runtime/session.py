@@ -83,15 +83,15 @@ class Session:
         try:
             with terminated_by_signal():
                 self._start(folder)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._live.close(error)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._live.close(error)
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
@@ -149,8 +149,8 @@ class Session:
             report = self.report
             if not report.agreed:
                 raise DisagreementError(tuple(map(str, report.disagreements)))
-        except BaseException:  # other ranks may wait for one that is gone
-            self.close()
+        except BaseException as error:  # other ranks may wait for one that is gone
+            self._live.close(error)
             raise
         return [Generation(request, **made[index]) for index, request in enumerate(requests)]
 

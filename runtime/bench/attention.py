@@ -145,6 +145,7 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
             each = [(rank, spec) for rank in live.specs(ground, config, registry.paths())]
             live.group.drive("bench", each, recorder.on_event)
         except BaseException as error:
+            live.close(error)
             with signals_held():
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
                 recorder.write("interrupted" if stopped else "failed", error)

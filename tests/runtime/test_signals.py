@@ -51,3 +51,35 @@ def test_a_hang_up_that_is_ignored_stays_so_for_what_is_started_too(signals: tup
 
 def test_a_hang_up_stops_a_run() -> None:
     assert told("SIG_DFL", "SIGHUP") == ["False", f"stopped by {signal.SIGHUP:d}", "True"]
+
+
+STUCK = """
+import signal, sys, threading, time
+from runtime.signals import ExitWatch, signals_held
+
+watch = ExitWatch(0.1)
+watch.start()
+with signals_held():  # as while Ray starts, which may wait for processes that the signal has ended
+    print("stuck", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_cannot_act_on_a_signal_ends_with_its_exit_code(signum: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stuck\n"
+
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+
+    assert process.returncode == 128 + signum
+    assert "the ranks were stopped" in err
