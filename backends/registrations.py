@@ -17,7 +17,7 @@ from typing import TypeVar, overload
 from backends.declarations import check, load, registration_key
 from backends.interface import AttentionBackend
 from configs.faults import Fault, FaultError
-from configs.fields import name_refusal
+from configs.fields import name_of, name_refusal
 
 ENTRY_POINTS = "raylysses.backends"
 """The entry-point group of packages that bring backends: `NAME = "package.module:Class"`."""
@@ -63,7 +63,7 @@ def register_diffusion_backend(
     It is loaded and checked at once, and replaces an earlier choice from the next selection on. Raises FaultError if
     ranks cannot import the class, or if it is no declaration of a backend of that name.
     """
-    key = name.name if isinstance(name, enum.Enum) else name
+    key = name_of(name)
     if not isinstance(key, str):
         raise TypeError(f"a backend's name is text, not {key!r}; write @register_diffusion_backend(NAME)")
     _check_name(key)
@@ -95,6 +95,13 @@ def _register(name: str, path: str) -> Registration:
     with _lock:
         _registrations = (*_registrations, registration)
     return registration
+
+
+def end_registrations(name: str) -> None:
+    """End every registration of a name that Python code made. Entry points of installed packages stay."""
+    global _registrations
+    with _lock:
+        _registrations = tuple(other for other in _registrations if other.name != name)
 
 
 def generation() -> tuple[Registration, ...]:

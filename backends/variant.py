@@ -154,6 +154,12 @@ class Variant:
     compilation: Compilation = "custom-op"
     run_on: tuple[str, ...] = ()
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Every distribution that the variant needs, or whose version it has a rule for."""
+        bounded = (name for name, _ in (*self.at_least, *self.below))
+        return tuple(dict.fromkeys((*self.distributions, *bounded)))
+
     def faults(self, required: Requirements, device: DeviceFacts) -> tuple[Fault, ...]:
         """Every reason why this variant cannot serve the call on the device; empty if it can."""
         chip = self.chip_fault(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,11 @@ RESERVED = ("backend", "version", "on_unsupported", *BLOCKS)
 
 LONGEST_S = 1e6
 """No timeout is longer, in seconds; what waits for it counts in 32 bits of milliseconds."""
+
+
+def name_of(name: Any) -> Any:
+    """The name that a member of an Enum stands for; anything else is returned unchanged."""
+    return name.name if isinstance(name, Enum) else name
 
 
 def _ranks(value: Any, source: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.choices import read_choices
 from configs.faults import Fault, FaultError
-from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, REGISTER, RESERVED, is_block, split_spec
+from configs.fields import AGREEMENT, DEFAULT, PER_ROLE, REGISTER, RESERVED, is_block, name_of, split_spec
 from configs.frozen import FrozenMapping, frozen
 from configs.interpolate import plain_data
 from configs.layers import Setting, Written, fault_of, gather, setting_of
@@ -31,7 +31,7 @@ def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
 
     backend: what was given as shorthand for `default`.
     """
-    copies = {"register": frozen(plain_data(config.register)), "origins": frozen(config.origins)}
+    copies = {"register": frozen(_named(plain_data(config.register))), "origins": frozen(config.origins)}
     registered = _registrations(copies["register"])
     if backend is None and _is_normal(config) and not any(isinstance(item, Fault) for item in registered):
         return {"per_role": FrozenMapping(config.per_role), **copies}
@@ -53,6 +53,13 @@ def config_fields(config: AttentionConfig, backend: Any) -> dict[str, Any]:
         "per_role": FrozenMapping({key.removeprefix(f"{PER_ROLE}."): spec for key, spec in specs.items()}),
         **copies,
     }
+
+
+def _named(register: Any) -> Any:
+    """Registrations with names in place of members of an Enum; anything else than a mapping is returned unchanged."""
+    if not isinstance(register, Mapping):
+        return register
+    return {name_of(name): path for name, path in register.items()}
 
 
 def _registrations(register: Any) -> list[Setting | Fault]:
@@ -110,7 +117,7 @@ def choice_tree(value: Any) -> Any:
     """A choice, roles with choices, or a whole configuration, as the tree that a file would give."""
     value = plain_data(value)
     if isinstance(value, Enum):
-        return value.name
+        return name_of(value)
     if isinstance(value, AttentionSpec):
         return {name: _options(getattr(value, name)) for name in RESERVED if name == "backend" or _is_set(value, name)}
     if isinstance(value, Mapping):

@@ -5,24 +5,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from backends.interface import AttentionMetadata, Features, PackedLengths
-from backends.requirements import Kind
-from configs.faults import nearest
+from backends.requirements import kind_fault, size_fault
 
 
-def layer_problem(kind: Any, features: Any, softmax_scale: Any) -> str | None:
-    """What no layer has. A scale is above 0: torch's kernel on CPU scales the minus infinity of hidden keys, too."""
-    kinds = get_args(Kind)
-    if kind not in kinds:
-        close = nearest(str(kind), kinds)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        return f"kind is {kind!r}; it is one of {', '.join(kinds)}{hint}"
+def layer_problem(kind: Any, features: Any, softmax_scale: Any, sizes: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the arguments of a layer, or None.
+
+    A scale is above 0: torch's kernel on CPU scales the minus infinity of hidden keys, too.
+
+    Args:
+        kind: What was passed as the kind.
+        features: What was passed as the features.
+        softmax_scale: What was passed as the scale of the scores.
+        sizes: Numbers of heads and head sizes, by the names of their arguments.
+    """
+    faults = (kind_fault(kind), *(size_fault(name, size) for name, size in sizes.items()))
+    if any(faults):
+        return "; ".join(f"{f.key} is {f.value}; {f.rule}; {f.remedy}" for f in faults if f is not None)
     if not isinstance(features, Features):
         return f"features is {features!r}; it is a Features, such as Features(mask='full')"
     number = isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool)

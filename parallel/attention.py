@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 
 import torch
 
@@ -17,7 +18,7 @@ from parallel.argument_types import layer_problem
 from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
-from parallel.kernel import BackendKernel, OwnKernel, overridden, own_selection, wrong_result
+from parallel.kernel import BackendKernel, OwnKernel, checked_overrides, overridden, own_selection, wrong_result
 from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -39,14 +40,14 @@ class Attention(torch.nn.Module):
     head_size ** -0.5. features, lse, gradient: what its calls will carry and ask for, so that an automatic choice takes
     it.
 
-    impl_overrides: backend name -> the model's own subclass of that backend's implementation, used if that backend is
-    chosen. custom_attention: a module(query, key, value, metadata) that computes instead of any backend; it owns its
-    communication, so it needs skip_sequence_parallel. skip_sequence_parallel: compute on the rows at hand, whatever
-    the mesh. allow_trtllm_default: an automatic choice may be a backend that asks for the model's permission. name,
-    model: where the layer stands, for the report.
+    impl_overrides: backend name (or a member of an Enum) -> the model's own subclass of that backend's implementation,
+    used if that backend is chosen. custom_attention: a module(query, key, value, metadata) that computes instead of
+    any backend; it owns its communication, so it needs skip_sequence_parallel. skip_sequence_parallel: compute on
+    the rows at hand, whatever the mesh. allow_trtllm_default: an automatic choice may be a backend that asks for
+    the model's permission. name, model: where the layer stands, for the report.
 
     The strategy and the backend are chosen at construction, on all ranks alike. Raises FaultError if none serves,
-    ValueError for an argument that no layer has, and TypeError for an override of another kind.
+    ValueError for an argument that no layer has, and TypeError for an override that is not such a class.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Attention(torch.nn.Module):
         lse: bool = False,
         gradient: bool = False,
         learned_gradient: bool = False,
-        impl_overrides: Mapping[str, type[AttentionImpl]] | None = None,
+        impl_overrides: Mapping[str | Enum, type[AttentionImpl]] | None = None,
         custom_attention: torch.nn.Module | None = None,
         skip_sequence_parallel: bool = False,
         allow_trtllm_default: bool = False,
@@ -76,9 +77,13 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.context = context if context is not None else current_context()
         self.name, self.model = name, model
-        problem = layer_problem(kind, features, softmax_scale)
+        sizes = {"num_heads": num_heads, "head_size": head_size}
+        optional_sizes = {"num_kv_heads": num_kv_heads, "value_head_size": value_head_size}
+        sizes |= {key: size for key, size in optional_sizes.items() if size is not None}
+        problem = layer_problem(kind, features, softmax_scale, sizes)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
+        overrides = checked_overrides(impl_overrides, self.context.registry)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         mesh, category = self.context.mesh, role_category or kind
         call = RoleCall(
@@ -98,6 +103,8 @@ class Attention(torch.nn.Module):
         option_faults: Callable[[Requirements], Iterable[Fault]] = lambda asked: ()  # noqa: E731
         scale: float | None = None
         if custom_attention is not None:
+            if overrides:
+                raise ValueError(f"{name}: custom_attention computes, and nothing would use impl_overrides; pass one")
             if not skip_sequence_parallel:
                 raise ValueError(f"{name}: custom_attention owns its communication; pass skip_sequence_parallel=True")
             self.way = Way()
@@ -122,7 +129,7 @@ class Attention(torch.nn.Module):
             blocks = self.selection.options
             option_faults = lambda asked: backend.option_faults(variant, asked, blocks)  # noqa: E731
             scale = head_size**-0.5 if softmax_scale is None else float(softmax_scale)
-            impl_class = overridden(backend.get_impl_cls(variant), backend, impl_overrides or {})
+            impl_class = overridden(backend.get_impl_cls(variant), backend, overrides)
             place = Place(self.selection.key, self.context.config.origins)
             options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
             opaque = compilation_of(variant, self.strategy) == "custom-op"
@@ -286,6 +293,9 @@ class Attention(torch.nn.Module):
 
         def make(causal: bool) -> AttentionImpl:
             impl = impl_class(softmax_scale=scale, causal=causal, options=options)
+            if not isinstance(impl, AttentionImpl):  # a class may have a __new__ of its own
+                rule = "constructing an implementation returns an AttentionImpl"
+                raise TypeError(f"{self.name}: {impl_class.__qualname__} returned {impl!r}; {rule}")
             impl.prepare(device, dtype)
             return impl
 

@@ -10,9 +10,11 @@ import torch
 
 from backends.entries import resolve_entry
 from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadata, CallShape
+from backends.registry import Registry
 from backends.requirements import Requirements
 from backends.selection import Rejected, Selection
 from configs.faults import Fault, FaultError
+from configs.fields import name_of
 from configs.schema import AttentionConfig
 from parallel.merge import wide
 from parallel.opaque import Opaque
@@ -65,7 +67,11 @@ class BackendKernel:
         if lse:
             impl = self._impl_of(causal)
             qkv = _loadable(impl, query, key, value)
-            return Result(*impl.forward_with_lse(*qkv, metadata, *self._planned(impl, metadata, query, key)))
+            pair = impl.forward_with_lse(*qkv, metadata, *self._planned(impl, metadata, query, key))
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                rule = "forward_with_lse returns (output, log-sum-exp)"
+                raise TypeError(f"{type(impl).__qualname__} returned {_kind(pair)}; {rule}")
+            return Result(*pair)
         return Result(self._attend(causal, query, key, value, metadata), None)
 
     def _attend(
@@ -159,27 +165,67 @@ class OwnKernel:
 
 
 def wrong_result(result: Result, query: torch.Tensor, value_size: int, lse: bool) -> str | None:
-    """In what a backend fails its caller, to be said after its name."""
+    """Returns what is wrong with a backend's output, as words that follow its name, or None."""
+    if not isinstance(result.out, torch.Tensor):
+        return f"returned {_kind(result.out)}; a backend's forward returns a tensor [B, S, H, Dv]"
     if lse:
         found, dtype = result.lse, wide(query.dtype)
+        if not isinstance(found, torch.Tensor):
+            return "returned no log-sum-exp; a backend that declares lse returns a tensor [B, H, Sq]"
         shape = (query.shape[0], query.shape[2], query.shape[1])
-        if found is None or found.shape != shape or found.dtype != dtype:
-            told = "no log-sum-exp" if found is None else f"a log-sum-exp of {found.dtype} {tuple(found.shape)}"
-            return f"returned {told}; a backend that declares lse returns {dtype} {shape}, which is [B, H, Sq]"
+        if found.shape != shape or found.dtype != dtype:
+            returned = f"a log-sum-exp of {found.dtype} {tuple(found.shape)}"
+            return f"returned {returned}; a backend that declares lse returns {dtype} {shape}, which is [B, H, Sq]"
     out, expected = result.out, (*query.shape[:3], value_size)
     if out.shape != expected or out.dtype != query.dtype:
         return f"returned {out.dtype} {tuple(out.shape)}; a backend returns what its query is, {query.dtype} {expected}"
     return None
 
 
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def checked_overrides(overrides: Any, registry: Registry) -> dict[str, type[AttentionImpl]]:
+    """Check a model's own implementations, whichever backend is selected.
+
+    Args:
+        overrides: What was passed as `impl_overrides`: backend name or Enum member -> class; None for no overrides.
+        registry: The backends that can be selected.
+
+    Returns:
+        The classes by backend name.
+
+    Raises:
+        TypeError: It is not a mapping, or a value is not a subclass of AttentionImpl.
+        FaultError: A key is not the name of a backend, so that nothing would use the class.
+    """
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"impl_overrides is {overrides!r}; it is a mapping from backend names to classes")
+    checked: dict[str, type[AttentionImpl]] = {}
+    for key, own in overrides.items():
+        name = name_of(key)
+        registry.class_path(name, "impl_overrides")
+        if not (isinstance(own, type) and issubclass(own, AttentionImpl)):
+            rule = "it must be a class, a subclass of the implementation of that backend"
+            raise TypeError(f"impl_overrides[{name!r}] is {own!r}; {rule}")
+        if checked.setdefault(name, own) is not own:
+            raise TypeError(f"impl_overrides has two classes for {name}: keep one")
+    return checked
+
+
 def overridden(
     selected: type[AttentionImpl], backend: type[AttentionBackend], overrides: Mapping[str, type[AttentionImpl]]
 ) -> type[AttentionImpl]:
-    """The model's own implementation for the selected backend, if it has one; it keeps the backend's contract."""
-    own = overrides.get(backend.get_name())
-    if own is None:
-        return selected
-    if not (isinstance(own, type) and issubclass(own, selected)):
+    """Returns the model's own implementation for the selected backend, or `selected` if the model has none for it.
+
+    Raises:
+        TypeError: The model's implementation is not a subclass of the selected one.
+    """
+    own = overrides.get(backend.get_name(), selected)
+    if not issubclass(own, selected):
         raise TypeError(
             f"impl_overrides[{backend.get_name()!r}] is {own!r}; it must be a subclass of "
             f"{selected.__module__}.{selected.__qualname__}, which was selected"

@@ -123,7 +123,7 @@ def _versions(device: DeviceFacts) -> dict[str, Any]:
 
 def _packages(device: DeviceFacts, claim: Claim) -> dict[str, str]:
     """Those of the claim's variant, with their versions."""
-    return {name: version for name in claim.variant.distributions if (version := device.version(name))}
+    return {name: version for name in claim.variant.packages if (version := device.version(name))}
 
 
 def claimed(claim: Claim) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from backends.interface import (
 )
 from backends.kernels.reference import ReferenceImpl
 from backends.kernels.torch_sdpa import TorchSdpaImpl
+from backends.registry import DiffusionAttentionBackendEnum
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 from tests.exact import random_qkv
@@ -35,11 +36,66 @@ def test_an_override_of_the_selected_backend_computes() -> None:
 
 
 def test_an_override_of_another_backend_has_no_effect() -> None:
-    layer = layer_of(context_of(backend="REFERENCE"), impl_overrides={"TORCH_SDPA": Doubling, "NOBODYS": Doubling})
+    layer = layer_of(context_of(backend="REFERENCE"), impl_overrides={"TORCH_SDPA": Doubling})
     assert type(layer.impl) is ReferenceImpl
 
 
-@pytest.mark.parametrize("own", [ReferenceImpl, AttentionImpl, Doubling(softmax_scale=1.0, causal=False), "Doubling"])
+def test_a_member_of_the_enum_names_the_backend_of_an_override() -> None:
+    layer = layer_of(impl_overrides={DiffusionAttentionBackendEnum.TORCH_SDPA: Doubling})
+    assert type(layer.impl) is Doubling
+
+
+@pytest.mark.parametrize("key", ["TORCH_SPDA", "torch_sdpa", 3, None])
+def test_an_override_that_no_backend_would_use_is_refused_with_the_nearest_name(key: Any) -> None:
+    near = "did you mean TORCH_SDPA" if isinstance(key, str) else "use one of REFERENCE, TORCH_SDPA"
+    with pytest.raises(FaultError, match=rf"impl_overrides.*no backend has that name; {near}"):
+        layer_of(impl_overrides={key: Doubling})
+
+
+def test_an_override_beside_a_models_own_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing would use impl_overrides"):
+        layer_of(custom_attention=FirstKey(), skip_sequence_parallel=True, impl_overrides={"TORCH_SDPA": Doubling})
+
+
+@pytest.mark.parametrize("own", [None, lambda: None, "Doubling", Doubling(softmax_scale=1.0, causal=False), dict])
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "REFERENCE"])
+def test_an_override_is_a_class_whichever_backend_is_selected(name: str, own: Any) -> None:
+    with pytest.raises(TypeError, match=rf"impl_overrides\['{name}'\] is .* must be a class"):
+        layer_of(impl_overrides={name: own})
+
+
+def test_overrides_are_a_mapping() -> None:
+    with pytest.raises(TypeError, match=r"impl_overrides is .* it is a mapping"):
+        layer_of(impl_overrides=[Doubling])
+
+
+class Forgetful(ReferenceImpl):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def forward_with_lse(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+class Unmade(ReferenceImpl):
+    def __new__(cls, **options: Any) -> Any:
+        return None
+
+
+def test_an_implementation_that_returns_nothing_is_named() -> None:
+    layer = layer_of(context_of(backend="REFERENCE"), impl_overrides={"REFERENCE": Forgetful}, lse=True)
+    with pytest.raises(ValueError, match="REFERENCE returned None; a backend's forward returns a tensor"):
+        layer(*qkv())
+    with pytest.raises(TypeError, match=r"Forgetful returned None; forward_with_lse returns \(output, log-sum-exp\)"):
+        layer.forward_with_lse(*qkv())
+
+
+def test_a_class_that_constructs_nothing_is_named() -> None:
+    with pytest.raises(TypeError, match="Unmade returned None"):
+        layer_of(context_of(backend="REFERENCE"), impl_overrides={"REFERENCE": Unmade})
+
+
+@pytest.mark.parametrize("own", [ReferenceImpl, AttentionImpl])
 def test_an_override_has_to_specialise_the_selected_implementation(own: Any) -> None:
     with pytest.raises(TypeError, match=r"impl_overrides\['TORCH_SDPA'\] is .* a subclass of .*TorchSdpaImpl"):
         layer_of(impl_overrides={"TORCH_SDPA": own})

@@ -210,9 +210,9 @@ def test_sizes_that_no_layer_has_are_refused(name: str, value: Any) -> None:
     assert (fault.rule, fault.remedy) == ("it is a whole number of at least 1", "give the model's own")
 
 
-def test_no_kv_heads_are_a_fault_of_every_backend_and_no_division() -> None:
-    (fault,) = Capabilities().faults(Requirements(64, 8, 0, "float32", "self"))
-    assert (fault.key, fault.value) == ("num_kv_heads", 0)
+def test_kv_heads_that_do_not_divide_the_query_heads_are_a_fault_of_every_backend() -> None:
+    (fault,) = Capabilities().faults(Requirements(64, 8, 3, "float32", "self"))
+    assert (fault.key, fault.value) == ("num_kv_heads", 3)
 
 
 def test_a_strategy_on_whose_backend_the_ranks_settled_stays() -> None:
