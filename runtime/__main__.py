@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from runtime.source import misplaced_imports, shadow_message
+from runtime.source import misplaced_imports, missing_requirements, requirements_message, shadow_message
 
 EXIT_LIMIT_S = 4.0
 
@@ -17,6 +17,10 @@ def main() -> int:
         value, rule, remedy = shadow_message(name, path)
         print(f"error: import={value}: {rule}; {remedy}", file=sys.stderr)
     if misplaced:
+        return 2
+    missing = missing_requirements()
+    if missing:
+        print(f"error: {requirements_message(missing)}", file=sys.stderr)
         return 2
     # The `raylysses` command has its own folder on the path, not the working directory, where a user's backend may be.
     # Last, so that nothing there stands in for what is installed.

@@ -20,6 +20,7 @@ from configs.fields import check_value
 from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
+from runtime.errors import PlacementError
 from runtime.model_folder import FolderFacts
 from runtime.requests import Request
 
@@ -175,8 +176,19 @@ def select_roles(
     return selected, faults
 
 
-def raise_if_any(faults: Iterable[Fault]) -> None:
-    """Raises FaultError with each fault once, however many requests have it."""
-    found = tuple(dict.fromkeys(faults))
+def raise_if_any(faults: Iterable[Fault], lacking: Iterable[Fault] = ()) -> None:
+    """Raise every fault once, however many requests have it.
+
+    Args:
+        faults: what is wrong with the configuration or the requests.
+        lacking: resources that are not available.
+
+    Raises:
+        PlacementError: if resources alone are at fault.
+        FaultError: if anything else is, with the lacking resources after it.
+    """
+    found, missing = tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(lacking))
     if found:
-        raise FaultError(found)
+        raise FaultError((*found, *missing))
+    if missing:
+        raise PlacementError(missing)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.compose import to_mapping
-from configs.faults import FaultError
+from configs.faults import Fault, FaultError
 from configs.schema import RunConfig
 from parallel.events import RequestRan, Step
 from runtime import ray_api
@@ -98,9 +98,8 @@ class _Recorder(Observer):
 def generate(config: RunConfig) -> Path:
     """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
     with terminated_by_signal(), make_progress(1) as progress:
-        request = _checked_request(config)
         path = Path(config.run.dir).absolute() if config.run.dir is not None else None
-        RunFolder.refuse(path)
+        request = _checked_request(config, path)
         if config.run.dir is None and ray_api.inside_job():
             progress.message(
                 "run.dir is not set: the run goes into the job's working directory, which Ray deletes some day"
@@ -127,23 +126,31 @@ def generate(config: RunConfig) -> Path:
     return folder.path
 
 
-def _checked_request(config: RunConfig) -> Request:
-    """The request, if nothing speaks against it that can be known before anything starts; FaultError has all that
-    does.
+def _checked_request(config: RunConfig, path: Path | None) -> Request:
+    """The request, if nothing that can be known before anything starts speaks against it.
+
+    Raises:
+        FaultError: every fault at once, those of run.dir and of lacking resources included.
+        PlacementError: if nothing but resources is lacking.
     """
     image, faults = read_image(config.generate.image)
     if "video" in config.run.outputs:
         fault = encoder_fault()
         faults += [] if fault is None else [fault]
+    lacking: list[Fault] = []
     request = request_of(config, image)
     try:
         Session(config).check([request])
-    except PlacementError:
-        raise
+    except PlacementError as error:
+        lacking += error.faults
     except FaultError as error:
-        told = {fault.key for fault in faults}
-        faults += [fault for fault in error.faults if fault.key not in told]
-    raise_if_any(faults)
+        known = {fault.key for fault in faults}
+        faults += [fault for fault in error.faults if fault.key not in known]
+    try:
+        RunFolder.refuse(path)
+    except FaultError as error:
+        faults += error.faults
+    raise_if_any(faults, lacking)
     return request
 
 

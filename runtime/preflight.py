@@ -40,31 +40,48 @@ def refuse_shadows() -> None:
 
 
 def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: Registry) -> FolderFacts:
-    """Everything that needs neither a cluster nor torch to be refused, at once. Raises FaultError, PlacementError."""
+    """Check everything that needs neither a cluster nor torch.
+
+    Returns:
+        The facts of the model folder.
+
+    Raises:
+        FaultError: everything that is wrong, lacking resources included.
+        PlacementError: if nothing but resources is lacking.
+    """
     refuse_shadows()
-    folder = read_folder(config.model.path)
+    device, lacking = _device_here(config, registry) if is_local(config) else (None, [])
+    try:
+        folder = read_folder(config.model.path)
+    except FaultError as error:
+        raise_if_any(error.faults, lacking)
+        raise
     faults = name_faults(config.attention, folder.models, registry)
     if config.generate.flow_shift is not None and not folder.shifts:
         rule = "the folder's scheduler has no flow shift"
         faults.append(Fault("generate.flow_shift", config.generate.flow_shift, rule, "leave it at null"))
     faults += [fault for request in requests for fault in request_faults(request, folder)]
-    if is_local(config):
-        told = {(fault.key, fault.rule) for fault in faults}
-        faults += [fault for fault in _local_faults(config, folder, registry) if (fault.key, fault.rule) not in told]
-    raise_if_any(faults)
+    if device is not None:
+        known = {(fault.key, fault.rule) for fault in faults}
+        dtype = settle_dtype(config, device.platform)
+        _, refused = select_roles(config, folder, device, dtype, least_world_size(config.parallel), registry)
+        faults += [fault for fault in refused if (fault.key, fault.rule) not in known]
+    raise_if_any(faults, lacking)
     return folder
 
 
-def _local_faults(config: RunConfig, folder: FolderFacts, registry: Registry) -> list[Fault]:
-    """The faults of the selections on this node's own device, which a local cluster's ranks will have."""
-    device = _local_device(config.run.device, registry)
+def _device_here(config: RunConfig, registry: Registry) -> tuple[DeviceFacts | None, list[Fault]]:
+    """This node's device, which a local cluster's ranks will have, and the resources that the run lacks here."""
+    try:
+        device = _local_device(config.run.device, registry)
+    except PlacementError as error:
+        return None, list(error.faults)
     world_size = least_world_size(config.parallel)
     if device.platform == "cuda" and world_size > len(local_gpus()):
         rule = f"this node has {len(local_gpus())} GPUs, and a rank takes a whole one"
         remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
-        raise PlacementError([Fault("parallel.world_size", world_size, rule, remedy)])
-    dtype = settle_dtype(config, device.platform)
-    return select_roles(config, folder, device, dtype, world_size, registry)[1]
+        return device, [Fault("parallel.world_size", world_size, rule, remedy)]
+    return device, []
 
 
 def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground:

@@ -5,12 +5,48 @@ It is asked before anything else of this project is imported, so it imports the 
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from runtime.bootstrap import PACKAGES, package_source
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHER_NAMES = {"grpcio": "grpc", "imageio-ffmpeg": "imageio_ffmpeg", "pillow": "PIL"}
+REQUIREMENTS = (
+    "accelerate",
+    "click",
+    "diffusers",
+    "ftfy",
+    "grpcio",
+    "imageio",
+    "imageio-ffmpeg",
+    "matplotlib",
+    "numpy",
+    "omegaconf",
+    "packaging",
+    "pillow",
+    "psutil",
+    "ray",
+    "rich",
+    "safetensors",
+    "torch",
+    "transformers",
+)
+"""Distributions that every command needs, as pyproject.toml lists them; OTHER_NAMES has modules of another name."""
+
+
+def missing_requirements() -> list[str]:
+    """The requirements that this interpreter cannot import; nothing is imported to find out."""
+    return [name for name in REQUIREMENTS if importlib.util.find_spec(OTHER_NAMES.get(name, name)) is None]
+
+
+def requirements_message(missing: Iterable[str], root: Path = ROOT) -> str:
+    """What is missing and the command that installs it."""
+    target = f"-c {root / 'constraints.txt'} -e {root}" if (root / "pyproject.toml").is_file() else "raylysses"
+    rule = f"it lacks {', '.join(missing)}; run `{sys.executable} -m pip install {target}`"
+    return f"python={sys.executable}: {rule}, or use the Python of another environment"
 
 
 def own_sources() -> dict[str, tuple[str, str] | None]:

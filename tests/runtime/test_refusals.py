@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ from tests.runtime.command import Outcome, raylysses
 WITHOUT_TORCH_S = 10.0  # a second here; room for a loaded machine
 
 
-def refuse(*settings: str, cwd: Path = CHECKOUT) -> Outcome:
-    return raylysses("generate", "--prompt", "a cat", *settings, cwd=cwd)
+def refuse(*settings: str, cwd: Path = CHECKOUT, environ: Mapping[str, str] | None = None) -> Outcome:
+    return raylysses("generate", "--prompt", "a cat", *settings, cwd=cwd, environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -216,3 +216,26 @@ def _python(path: str, *arguments: str, cwd: Path) -> Outcome:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=environment(), check=False
     )
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+def test_a_missing_device_hides_no_other_fault(tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("")
+    outcome = refuse(
+        "run.device=cuda",
+        "attention.per_role.slef=TORCH_SDPA",
+        "generate.frames=7",
+        f"run.dir={file}",
+        environ={"PATH": str(tmp_path)},
+    )
+
+    assert outcome.code == 2, outcome.err
+    for key in ("run.device=cuda", "attention.per_role.slef", "generate.frames=7", "run.dir="):
+        assert outcome.err.count(f"error: {key}") == 1, outcome.err
+
+
+def test_resources_alone_have_an_exit_code_of_their_own(tmp_path: Path) -> None:
+    outcome = refuse("run.device=cuda", environ={"PATH": str(tmp_path)})
+
+    assert outcome.code == 3, outcome.err
+    assert outcome.err.count("error: ") == 1

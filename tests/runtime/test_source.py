@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,14 @@ import pytest
 from configs.faults import FaultError
 from runtime.bootstrap import PACKAGES, package_source
 from runtime.group import require_same_sources
-from runtime.source import differing_sources, misplaced_imports, own_sources, shadows
+from runtime.source import (
+    REQUIREMENTS,
+    differing_sources,
+    misplaced_imports,
+    missing_requirements,
+    own_sources,
+    shadows,
+)
 from tests.conftest import CHECKOUT
 
 
@@ -70,3 +81,42 @@ def test_a_node_with_other_code_is_refused_by_package_and_path() -> None:
     assert "package backends=/elsewhere/backends: an import of it on 10.0.0.9 finds other code" in text
     assert "package parallel: 10.0.0.9 cannot import it" in text
     assert len(caught.value.faults) == len(PACKAGES) - 2
+
+
+@pytest.mark.parametrize("name", ["configs", "runtime"])
+def test_the_public_names_say_which_folder_is_taken_for_ours(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    environ = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+
+    script = python("-c", "from raylysses import compose")
+    command = python("-m", "raylysses", "--help")
+
+    assert f"ImportError: import={tmp_path / name}: " in script.stderr
+    assert f"rename {name}" in script.stderr
+    assert command.returncode == 2, command.stderr
+    assert f"error: import={tmp_path / name}: " in command.stderr
+    assert "Traceback" not in command.stderr
+
+
+@pytest.mark.parametrize("module", ["runtime", "raylysses"])
+def test_without_its_requirements_a_command_names_the_one_to_install_them(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", module, "--help"], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"-m pip install -c {CHECKOUT / 'constraints.txt'} -e {CHECKOUT}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_requirements_of_a_command_are_those_of_the_project() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+
+    assert tuple(re.split(r"[\[>=<]", line)[0] for line in project["dependencies"]) == REQUIREMENTS
+    assert missing_requirements() == []
