@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from configs.faults import nearest
+from configs.faults import nearest, shortened
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,18 @@ def choice(names: tuple[str, ...], others: Mapping[str, str] = MappingProxyType(
     return check
 
 
-def subset(names: tuple[str, ...]) -> Check:
-    """A list of some of `names`, each once, or of none; it is stored as a tuple."""
+def subset(names: tuple[str, ...], not_yet: tuple[str, ...] = ()) -> Check:
+    """A list of some of `names`, each once, or of none; it is stored as a tuple. not_yet: names of later versions."""
 
     def check(value: Any, source: str) -> Any:
         takes = f"takes a list of {_listed(names, 'and')}"
         if not isinstance(value, list):
             return Refusal(takes, f"write [{','.join(names)}], or less", names)
         for item in value:
+            if item in not_yet:
+                return Refusal(f"{takes}; {item} is not available yet", f"leave {item} out", names)
             if item not in names:
-                return Refusal(f"{takes}, not {item}", _near(item, names), names)
+                return Refusal(f"{takes}, not {shortened(str(item))}", _near(item, names), names)
         if len(set(value)) != len(value):
             return Refusal("has a name twice in the list", "keep each name once", names)
         return tuple(value)

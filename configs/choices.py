@@ -72,7 +72,7 @@ def _choice(path: Path, value: Any, raw: Any, written: Written) -> Iterator[Sett
     words = [name for name in value if str(name).partition(".")[0] in RESERVED]
     others = [str(name) for name in value if name not in words]
     if words and others and path[:2] == _ROLES:
-        rule = f"has both a choice and roles below it ({', '.join(others)}) for the role {_role(path)}"
+        rule = f"has {', '.join(others)} beside the keys of a choice, for the role {_role(path)}"
         yield Fault(key, None, rule, _others_remedy(path[-1], others), origin=written.origin)
         value = {name: value[name] for name in words}
     yield from children(path, value, raw, written, read_choices)
@@ -114,7 +114,7 @@ def _role(path: Path) -> str:
 
 def _word_remedy(name: str) -> str:
     close = nearest(name, RESERVED)
-    keys = [f"{DEFAULT}.{word}" for word in close or RESERVED]
+    keys = [f"{DEFAULT}.{word}{'.FIELD' if word in BLOCKS else ''}" for word in close or RESERVED]
     return f"did you mean {' or '.join(keys)}?" if close else f"use one of {', '.join(keys)}"
 
 
@@ -122,7 +122,7 @@ def _others_remedy(role: str, others: list[str]) -> str:
     """The way out for keys beside the reserved ones: a typo of one of these, or roles."""
     close = [(name, nearest(name.partition(".")[0], RESERVED, count=1)) for name in others]
     meant = [f"{words[0]} for {name.partition('.')[0]}" for name, words in close if words]
-    roles = f"write the roles as dotted keys, {role}: NAME and {role}.ROLE: NAME"
+    roles = f"put the backend's options below {', '.join(BLOCKS)}; write roles as {role}: NAME and {role}.ROLE: NAME"
     if not meant:
         return roles
     return f"did you mean {' and '.join(meant)}?" + (f" Otherwise {roles}" if len(meant) < len(others) else "")

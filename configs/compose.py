@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.faults import Fault, unknown_name_remedy
-from configs.fields import known_keys
+from configs.fields import REGISTER, known_keys
 from configs.interpolate import Unresolved, resolve
 from configs.layers import PRESET_KEY, Layer
 from configs.mapping import SECTIONS, to_mapping
-from configs.merge import DEFAULTS, attention_of, below, merge, unresolved_fault
+from configs.merge import DEFAULTS, Merged, attention_of, below, merge, unresolved_fault
 from configs.schema import RunConfig
 from configs.sources import (
     DEFAULT_PRESET,
@@ -27,6 +27,7 @@ from configs.sources import (
     preset_layer,
     presets,
 )
+from configs.specs import registered_twice
 
 __all__ = ["compose", "known_keys", "presets", "to_mapping"]
 
@@ -61,12 +62,24 @@ def compose(
     merged = merge([preset, *file_layers, command_line], environment, environ)
     of_files = [fault for layer in file_layers for fault in layer.faults]
     faults = [*preset.faults, *of_files, *preset_faults, *command_line.faults, *merged.faults]
+    faults += registered_twice(tuple(dict(below(merged.values, REGISTER))))
     if not any(isinstance(layer, Fault) for layer in read):  # the keys of an unreadable file are not missing
         faults += _missing(merged.values, faults, preset_name)
     if faults:
         return None, tuple(dict.fromkeys(faults))
-    sections = {section: schema(**dict(below(merged.values, section))) for section, schema in SECTIONS.items()}
+    values = {**merged.values, **_idle_preset_values(merged)}
+    sections = {section: schema(**dict(below(values, section))) for section, schema in SECTIONS.items()}
     return RunConfig(attention=attention_of(merged), **sections), ()
+
+
+def _idle_preset_values(merged: Merged) -> dict[str, Any]:
+    """Preset values that a higher layer leaves without a use, at the value that says so.
+
+    Without guidance no stage is guided: `generate.guidance=1` need not be followed by `generate.guidance_2=null`.
+    """
+    first, second = "generate.guidance", "generate.guidance_2"
+    from_preset = merged.ranks.get(second) == 0 < merged.ranks.get(first, 0)
+    return {second: None} if from_preset and merged.values[first] <= 1 else {}
 
 
 def _preset_name(layers: Sequence[Layer], environ: Mapping[str, str] | None) -> tuple[str, list[Fault]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 LONGEST_SHOWN = 80
 """How many characters of a value a message shows; the fault's attribute has all of them."""
+_LONG_WORD = re.compile(r"\S{200,}")
+"""No rule has such a word of its own: it repeats a part of a value or a key."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,14 @@ class Fault:
         return hash((self.key, self.rule, self.remedy, self.origin))  # the value may be a list
 
     def __str__(self) -> str:
-        key = shortened(self.key)
-        subject = key if self.value is None else f"{key}={shortened(str(self.value))}"
+        value = None if self.value is None else str(self.value)
+        subject = shortened(self.key) if value is None else f"{shortened(self.key)}={shortened(value)}"
+        clause = f"{self.rule}; {self.remedy}"
+        if value is not None and len(value) > LONGEST_SHOWN:  # a clause may repeat it
+            clause = clause.replace(value, shortened(value))
+        clause = _LONG_WORD.sub(lambda word: shortened(word[0]), clause)
         origin = f" [{self.origin}]" if self.origin else ""
-        return f"{subject}: {self.rule}; {self.remedy}{origin}"
+        return f"{subject}: {clause}{origin}"
 
 
 class FaultError(Exception):

@@ -134,7 +134,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "run.dir": optional(path),
         "run.dtype": choice(DTYPES, _DTYPE_WORDS),
         "run.device": choice(DEVICES, {"gpu": "cuda", "nvidia": "cuda"}),
-        "run.outputs": subset(OUTPUTS),
+        "run.outputs": subset(OUTPUTS, not_yet=("report",)),
         "run.save_latents": switch,
     }
 )
@@ -187,17 +187,64 @@ def owners(key: str) -> set[str]:
     return above | {".".join((*spec, *rest[:count])) for count in range(len(rest))}
 
 
-def unknown_key_remedy(key: str) -> str:
-    """`did you mean generate.steps?` for `generate.step`, `genrate.steps` and `steps`; otherwise the keys there are."""
-    choice_keys = (f"{DEFAULT}.{word}" for word in RESERVED)
+def unknown_key(key: str, given: tuple[Any, str] | None = None) -> Refusal:
+    """Why a key is not taken, and the way out.
+
+    Args:
+        key: a dotted key that does not exist.
+        given: its value, and the value as written; None if the fault is not about a value.
+    """
+    name = next((name for name in _NOT_YET if name == key or name.endswith(f".{key}")), None)
+    if name is not None:
+        return Refusal("is not available yet", _NOT_YET[name])
+    if key in ("resolution", "generate.resolution", "generate.size"):
+        return Refusal("no such key", "set generate.height and generate.width")
+    close, pool = _near_keys(key)
+    if not close:
+        return Refusal("no such key", f"use one of {', '.join(pool)}")
+    refusals = {candidate: _refusal_of(candidate, given) for candidate in close}
+    taking = [candidate for candidate, refusal in refusals.items() if refusal is None]
+    if taking:
+        return Refusal("no such key", f"did you mean {' or '.join(taking)}?")
+    refusal = refusals[close[0]]
+    return Refusal("no such key", f"did you mean {close[0]}? It {refusal.rule if refusal else ''}")
+
+
+def _near_keys(key: str) -> tuple[list[str], list[str]]:
+    """Keys that look like `key`, best first, and all keys of its group, or of all groups if it is in none."""
+    choice_keys = (f"{DEFAULT}.{word}.FIELD" if word in BLOCKS else f"{DEFAULT}.{word}" for word in RESERVED)
     candidates = (*_CHECKS, "model", *choice_keys, f"{PER_ROLE}.ROLE", f"{REGISTER}.NAME")
     names = key.split(".")
     group = [candidate for candidate in candidates if candidate.split(".")[0] == names[0]]
+    pool = group or list(candidates)
     # Single names decide first: whole paths of one group look alike, so that any of them would be near.
-    pool = group or candidates
-    by_leaf = {candidate.split(".")[-1]: candidate for candidate in reversed(pool)}
-    close = [by_leaf[leaf] for leaf in nearest(names[-1], by_leaf) or nearest(names[min(1, len(names) - 1)], by_leaf)]
-    close = close or list(nearest(key, candidates, count=1))
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"use one of {', '.join(pool)}"
+    by_leaf = {candidate.removesuffix(".FIELD").split(".")[-1]: candidate for candidate in reversed(pool)}
+    leaves = nearest(names[-1], by_leaf) or (nearest(names[1], by_leaf) if len(names) > 2 else ())
+    close = [by_leaf[leaf] for leaf in leaves]
+    if not close and group:
+        by_rest = {candidate.partition(".")[2]: candidate for candidate in group}
+        close = [by_rest[rest] for rest in nearest(key.partition(".")[2], by_rest, count=1)]
+    elif not close:
+        close = list(nearest(key, candidates, count=1))
+    return close, pool
+
+
+def _refusal_of(key: str, given: tuple[Any, str] | None) -> Refusal | None:
+    if given is None:
+        return None
+    if key == "model":  # the presets are known above this module
+        return Refusal("takes the name of a preset", "write one")
+    checked = check_value(key, *given)
+    return checked if isinstance(checked, Refusal) else None
+
+
+_NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        "parallel.cfg": "leave it out; parallel.ulysses and parallel.ring use all ranks",
+        "parallel.overlap": "leave it out",
+        "run.retries": "leave it out, and start the run again if it fails",
+        "run.checkpoint_every": "leave it out",
+        "generate.prompts": "run once for each generate.prompt, or give a raylysses.Session several requests",
+    }
+)
+"""Settings that other systems and later versions have, and what to do without them."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.faults import Fault
+from configs.faults import LONGEST_SHOWN, Fault
 from configs.fields import DEFAULT, RESERVED
 from configs.layers import Setting, Written
 from configs.overrides import ORIGIN
@@ -22,8 +22,6 @@ from configs.values import MAX_DEPTH, Sweep, ValueSyntaxError, parse_value
 BACKEND = "--attention-backend"
 CONFIG = "--attention-config"
 SHORT = "-ac"
-_SHOWN = 200
-"""How many characters of a JSON text a fault repeats."""
 _NAMES = (BACKEND, CONFIG, SHORT)
 _NAME = re.compile(r"\w[\w-]*")
 """One name in a path, as in the key of an override."""
@@ -126,15 +124,15 @@ def _json_settings(flag: Flag, text: str) -> Iterator[Setting | Fault]:
     try:
         value = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
-        hint = f"; for one backend, {BACKEND} {text}" if text.isidentifier() else ""
-        yield Fault(flag.option, _shortened(text), f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
+        hint = f"; for one backend, {BACKEND} {text}" if text.isidentifier() and len(text) <= LONGEST_SHOWN else ""
+        yield Fault(flag.option, text, f"is not JSON ({error})", remedy + hint, origin=ORIGIN)
         return
     if not isinstance(value, dict):
         yield Fault(flag.option, text, "is not a mapping", remedy, origin=ORIGIN)
         return
     if _depth(value) > MAX_DEPTH:
         rule = f"is nested more than {MAX_DEPTH} deep"
-        yield Fault(flag.option, _shortened(text), rule, "write roles as dotted keys", origin=ORIGIN)
+        yield Fault(flag.option, text, rule, "write roles as dotted keys", origin=ORIGIN)
         return
     for name, item in value.items():
         path = tuple(name.split("."))
@@ -152,10 +150,6 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [below for item in level for below in (item.values() if isinstance(item, dict) else item)]
     return depth
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

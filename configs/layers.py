@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.checks import Refusal
-from configs.faults import Fault
+from configs.faults import Fault, shortened
 from configs.fields import check_value
 from configs.interpolate import is_interpolated
 from configs.values import reads_as_text
@@ -76,7 +76,10 @@ def gather(found: Iterable[Setting | Fault]) -> Layer:
             continue
         first = settings.setdefault(item.key, item)
         if first.removes != item.removes or not same(first.value, item.value):
-            rule = f"is given twice, as {first.text} and as {item.text}"
+            texts = (first.text, item.text)
+            if first.text == item.text:  # one argument, such as a JSON, has both
+                texts = (f"{first.key}={first.source}", f"{item.key}={item.source}")
+            rule = f"is given twice, as {' and as '.join(map(shortened, texts))}"
             faults.append(Fault(item.key, None, rule, "keep one of the two", origin=item.origin))
     return Layer(settings, tuple(dict.fromkeys(faults)))
 

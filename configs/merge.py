@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from configs.checks import Refusal
-from configs.faults import Fault
+from configs.faults import Fault, shortened
 from configs.fields import (
     AGREEMENT,
     DEFAULT,
@@ -146,7 +146,8 @@ def _removal_faults(setting: Setting, lower_layers: Mapping[str, Setting]) -> It
         remedy = f"leave it out, or use {entries}" if entries else "leave it out"
         yield Fault(f"~{key}", None, "no entry to remove", remedy, origin=setting.origin)
     elif setting.source is not None and not same(value, setting.value):
-        rule = f"does not match the value to remove, {lower.source if lower else render(plain(key, value))}"
+        set_to = lower.source if lower else render(plain(key, value))
+        rule = f"does not match the value to remove, {shortened(str(set_to))}"
         yield Fault(f"~{key}", setting.source, rule, f"write ~{key}, without a value", origin=setting.origin)
 
 
@@ -175,7 +176,7 @@ def _resolved(merged: Mapping[str, Setting], environ: Mapping[str, str] | None) 
             remedy = checked.remedy
             if isinstance(value, str) and (key in NUMBERS or (is_choice(key) and key.endswith(".version"))):
                 remedy = "wrap it as ${oc.decode:...}, which reads text as a number"
-            refusal = Refusal(f"{checked.rule}, and resolves to {value!r}", remedy, checked.allowed)
+            refusal = Refusal(f"{checked.rule}, and resolves to {shortened(repr(value))}", remedy, checked.allowed)
             faults.append(refusal_fault(setting, refusal))
         else:
             values[key] = checked

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.checks import Refusal
-from configs.faults import Fault, FaultError
-from configs.fields import DEFAULT, GROUPS, PER_ROLE, check_value, is_block, unknown_key_remedy
+from configs.faults import LONGEST_SHOWN, Fault, FaultError
+from configs.fields import DEFAULT, GROUPS, PER_ROLE, check_value, is_block, unknown_key
 from configs.flags import settings_of, split
 from configs.interpolate import syntax_error
 from configs.layers import PRESET_KEY, Layer, Setting, Written, gather, render
@@ -68,11 +68,7 @@ def _argument(text: str, position: int) -> Iterator[Setting | Fault]:
         yield from error.faults
         return
     if override.sweep is not None:
-        rule = f"is a sweep of {len(override.sweep)} values; one run takes one value"
-        source = override.source or ""
-        bracketed = render(list(override.sweep)) if len(override.sweep) <= 8 else "[...]"
-        remedy = f'quote it, "{override.key}={quote(source)}", or use brackets for a list, {override.key}={bracketed}'
-        yield Fault(override.key, source, rule, remedy, origin=ORIGIN)
+        yield _sweep_fault(override, override.sweep)
     elif override.op == "remove":
         yield _removal(override)
     else:
@@ -80,12 +76,36 @@ def _argument(text: str, position: int) -> Iterator[Setting | Fault]:
         yield from flatten(override.path, override.value, override.source, written)
 
 
+def _sweep_fault(override: Override, values: Sequence[Any]) -> Fault:
+    """The fault of several values for one key; its ways out are those that the key takes."""
+    key, source = canonical_key(override.path), override.source or ""
+    if key is None:
+        refusal = unknown_key(override.key)
+        remedy = f"{refusal.remedy} One run takes one value of it" if refusal.remedy.endswith("?") else refusal.remedy
+        return Fault(override.key, source, refusal.rule, remedy, origin=ORIGIN)
+
+    def takes(value: Any) -> bool:
+        return key == PRESET_KEY or not isinstance(check_value(key, value, render(value)), Refusal)
+
+    ways = []
+    single = next((value for value in values if takes(value)), None)
+    if single is not None:
+        ways.append(f"give one of them, such as {override.key}={render(single)}")
+    if takes(source) and key != PRESET_KEY and len(source) <= LONGEST_SHOWN:
+        ways.append(f'quote it, "{override.key}={quote(source)}"')
+    if takes(list(values)) and key != PRESET_KEY and len(values) <= 8:
+        ways.append(f"use brackets for a list, {override.key}={render(list(values))}")
+    rule = f"is a sweep of {len(values)} values; one run takes one value"
+    return Fault(override.key, source, rule, ", or ".join(ways) or "give one value", origin=ORIGIN)
+
+
 def _removal(override: Override) -> Setting | Fault:
     key = canonical_key(override.path)
     if key is None and override.key in GROUPS:
         return Fault(f"~{override.key}", None, "is a group of keys", "remove its keys one by one", origin=ORIGIN)
     if key is None:
-        return Fault(f"~{override.key}", None, "no such key", unknown_key_remedy(override.key), origin=ORIGIN)
+        refusal = unknown_key(override.key)
+        return Fault(f"~{override.key}", None, refusal.rule, refusal.remedy, origin=ORIGIN)
     if (key == PER_ROLE or is_block(key)) and override.source is not None:
         rule = "removes all that is below it"
         return Fault(f"~{key}", override.source, rule, f"write ~{key}, without a value", origin=ORIGIN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -65,9 +65,22 @@ def _named(register: Any) -> Any:
 def _registrations(register: Any) -> list[Setting | Fault]:
     written = Written("", literal=True)
     if isinstance(register, Mapping) and all(isinstance(name, str) for name in register):
-        return [setting_of(f"{REGISTER}.{name}", path, None, written) for name, path in register.items()]
+        settings = [setting_of(f"{REGISTER}.{name}", path, None, written) for name, path in register.items()]
+        return [*settings, *registered_twice(tuple(register))]
     rule = "is a mapping from names to class paths"
     return [fault_of(REGISTER, register, None, written, rule, 'write {"MINE": "package.module.Class"}')]
+
+
+def registered_twice(names: Sequence[str], known: Sequence[str] = ()) -> list[Fault]:
+    """Faults of names that differ from another one, of `names` or `known`, by upper and lower case alone."""
+    found = []
+    spellings = {name.casefold(): name for name in known}
+    for name in names:
+        other = spellings.setdefault(name.casefold(), name)
+        if other != name:
+            rule = f"differs from {other} by upper and lower case alone"
+            found.append(Fault(f"{REGISTER}.{name}", None, rule, "rename one of the two"))
+    return found
 
 
 def assemble(values: Mapping[str, Any]) -> dict[str, AttentionSpec]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.choices import choice_key, read_choices
 from configs.faults import Fault
-from configs.fields import GROUPS, REGISTER, is_choice, known_keys, unknown_key_remedy
+from configs.fields import GROUPS, REGISTER, is_choice, known_keys, unknown_key
 from configs.interpolate import is_interpolated
 from configs.layers import PRESET_KEY, Path, Setting, Written, children, fault_of, setting_of, source_of
 
@@ -32,7 +32,8 @@ def flatten(path: Path, value: Any, raw: Any, written: Written) -> Iterator[Sett
     elif isinstance(value, dict) and value:
         yield from children(path, value, raw, written, flatten)
     else:
-        yield fault_of(key, value, raw, written, "no such key", unknown_key_remedy(key))
+        refusal = unknown_key(key, (value, source_of(value, raw)))
+        yield fault_of(key, value, raw, written, refusal.rule, refusal.remedy)
 
 
 def canonical_key(path: Path) -> str | None:

@@ -17,6 +17,7 @@ from backends.selector import Selector
 from configs.checks import Refusal
 from configs.faults import Fault, FaultError
 from configs.fields import check_value
+from configs.layers import render
 from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
@@ -67,7 +68,8 @@ def _value_faults(request: Request) -> list[Fault]:
         else:
             checked = check_value(key, value, repr(value))
         if isinstance(checked, Refusal):
-            found.append(Fault(key, value, checked.rule, checked.remedy, checked.allowed))
+            shown = render(value) if isinstance(value, str) else value  # text that looks like a number has quotes
+            found.append(Fault(key, shown, checked.rule, checked.remedy, checked.allowed))
         elif isinstance(checked, str) and not isinstance(value, str):
             found.append(Fault(key, value, "takes text", f"write {str(value)!r}"))
     return found
@@ -100,12 +102,18 @@ def _guidance_faults(request: Request, folder: FolderFacts) -> list[Fault]:
     if request.guidance_2 is not None and not folder.two_stage:
         rule = "the model has one stage, and nothing would use it"
         found.append(Fault("generate.guidance_2", request.guidance_2, rule, "leave it out"))
+    elif request.guidance_2 is not None and request.guidance <= 1:
+        remedy = "leave it out (null), or raise generate.guidance above 1"
+        found.append(Fault("generate.guidance_2", request.guidance_2, _unguided(request), remedy))
     if request.negative_prompt and request.guidance <= 1:
-        rule = f"without guidance (generate.guidance={request.guidance:g}) nothing would use it"
-        found.append(
-            Fault("generate.negative_prompt", request.negative_prompt, rule, "raise generate.guidance above 1")
-        )
+        remedy = "leave it out, or raise generate.guidance above 1"
+        found.append(Fault("generate.negative_prompt", request.negative_prompt, _unguided(request), remedy))
     return found
+
+
+def _unguided(request: Request) -> str:
+    """The pipelines guide either every stage or none, by the first stage's scale."""
+    return f"without guidance (generate.guidance={request.guidance:g}) nothing would use it"
 
 
 def _image_faults(request: Request, folder: FolderFacts) -> list[Fault]:

@@ -260,6 +260,8 @@ def _composed(
 def _option_message(error: click.NoSuchOption) -> str:
     """Users of other tools look for an option where ours is a setting."""
     name = error.option_name.lstrip("-").replace("-", "_")
+    if name in ("m", "multirun"):
+        return f"{error.option_name}: sweeps are not available yet; leave it out, and give each setting one value"
     settings = [key for key in known_keys() if key.rpartition(".")[2] == name]
     if settings:
         return f"{error.option_name}: is a setting here, not an option; write {' or '.join(settings)}=..."

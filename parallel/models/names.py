@@ -11,6 +11,7 @@ from configs.faults import Fault, FaultError, nearest, unknown_name_remedy
 from configs.fields import DEFAULT, PER_ROLE, RESERVED
 from configs.schema import AUTO, AttentionConfig, AttentionSpec
 from configs.sources import ENVIRONMENT
+from configs.specs import registered_twice
 from parallel.models.facts import ModelFacts
 
 
@@ -41,6 +42,8 @@ def name_faults(config: AttentionConfig, models: Mapping[str, ModelFacts], regis
         # The environment's backend is a last resort, so that a wrong one matters only where a role uses it.
         if key in used or config.origins.get(key) != ENVIRONMENT:
             found += _backend_name_faults(key, spec.backend, config, registry)
+    others = [name for name in registry.names() if name not in config.register]
+    found += registered_twice(tuple(config.register), others)
     for name in config.register:
         try:
             registry.get_class(name)

@@ -211,14 +211,16 @@ def test_what_is_not_a_choice_is_a_fault_that_names_it(written: Any, text: str, 
 def test_keys_beside_the_reserved_ones_of_a_role_are_a_fault_with_the_way_out(written: Any) -> None:
     (fault,) = faults_of(file=written("{per_role: {cross: {quant: {x: 1}, image: B}}}"))
     assert fault.key == "attention.per_role.cross"
-    assert fault.rule == "has both a choice and roles below it (image) for the role cross"
-    assert fault.remedy == "write the roles as dotted keys, cross: NAME and cross.ROLE: NAME"
+    assert fault.rule == "has image beside the keys of a choice, for the role cross"
+    assert fault.remedy == (
+        "put the backend's options below quant, skip_softmax, options; write roles as cross: NAME and cross.ROLE: NAME"
+    )
     (typo,) = faults_of("attention.per_role.cross={backend: A, quantt: {x: 1}}")
-    assert typo.rule == "has both a choice and roles below it (quantt) for the role cross"
+    assert typo.rule == "has quantt beside the keys of a choice, for the role cross"
     assert typo.remedy == "did you mean quant for quantt?"
     both, other = faults_of("attention.per_role.cross={version: 0, quantt.x: 1, image: B}")
-    assert "(quantt.x, image)" in both.rule
-    assert both.remedy.startswith("did you mean quant for quantt? Otherwise write the roles")
+    assert "quantt.x, image beside" in both.rule
+    assert both.remedy.startswith("did you mean quant for quantt? Otherwise put the backend's options")
     assert other.key == "attention.per_role.cross.version"
 
 
@@ -235,7 +237,7 @@ def test_keys_beside_the_reserved_ones_of_a_role_are_a_fault_with_the_way_out(wr
 def test_a_wrong_key_of_the_default_suggests_the_nearest(words: tuple[str, ...], key: str) -> None:
     (fault,) = faults_of(*words)
     assert (fault.key, fault.rule) == (key, "no such key")
-    assert fault.remedy == "did you mean attention.default.quant?"
+    assert fault.remedy == "did you mean attention.default.quant.FIELD?"
     (unlike,) = faults_of("attention.default.zzz=1")
     assert "attention.default.on_unsupported" in unlike.remedy
 

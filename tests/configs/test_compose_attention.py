@@ -48,7 +48,7 @@ def test_a_role_and_its_child_merge_in_any_order(written: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "rule"),
     [
-        ("{a: {backend: X, b: Y}}", "attention.per_role.a", "both a choice and roles below it (b) for the role a"),
+        ("{a: {backend: X, b: Y}}", "attention.per_role.a", "has b beside the keys of a choice, for the role a"),
         ("{a: {b: {}}}", "attention.per_role.a.b", "empty mapping for the role a.b"),
         ("{a: null}", "attention.per_role.a", "takes the name of a backend"),
         ("{a: 3}", "attention.per_role.a", "takes the name of a backend"),

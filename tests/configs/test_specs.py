@@ -174,7 +174,7 @@ def test_every_fault_of_a_configuration_comes_at_once() -> None:
         "attention.per_role.a.quant.x": "takes a scalar or a list of scalars",
         "attention.per_role.a.options": "is an empty mapping for options",
         "attention.per_role.b": "is an empty mapping for the role b",
-        "attention.per_role.c": "has both a choice and roles below it (d) for the role c",
+        "attention.per_role.c": "has d beside the keys of a choice, for the role c",
         "attention.per_role.quant": "has a role that is called quant, which is a key of a role's choice",
         "attention.per_role": "has the key e..f, which is not text, or not names joined by dots",
         "attention.per_role.g": "takes the name of a backend, or auto",
