@@ -21,7 +21,13 @@ from configs.trees import flatten
 
 AttentionArgument = AttentionConfig | AttentionSpec | Enum | Mapping[str, Any] | Sequence[str] | str | None
 ARGUMENT = "argument"
-PARALLEL_KEYS = ("parallel.strategy", "parallel.ulysses", "parallel.ring")
+PARALLEL_KEYS = (
+    "parallel.strategy",
+    "parallel.ulysses",
+    "parallel.ring",
+    "parallel.exchange_dtype",
+    "parallel.transport",
+)
 _FORMS = (
     "a backend's name, a member of an Enum, an AttentionSpec, an AttentionConfig, a mapping, or overrides KEY=VALUE"
 )

@@ -5,15 +5,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention.flex_attention import BlockMask
 
 from backends.interface import AttentionMetadata, Features, PackedLengths
+from backends.layer_facts import DenoisingTime
 from backends.requirements import kind_fault, size_fault
+from configs.faults import Fault, FaultError
 
 
 def layer_problem(kind: Any, features: Any, softmax_scale: Any, sizes: Mapping[str, Any]) -> str | None:
@@ -73,3 +77,49 @@ def _is_lengths(packed: PackedLengths) -> bool:
         isinstance(lengths, tuple) and all(type(length) is int for length in lengths)
         for lengths in (packed.query, packed.key)
     )
+
+
+def raise_wrong_arguments(**arguments: Any) -> None:
+    """Raise FaultError for arguments of `sequence_parallel` and `attention_context_of` of another type.
+
+    Args:
+        arguments: Values by the names in `_ARGUMENTS`; None is left to the caller, except for `name`.
+
+    Raises:
+        FaultError: With a fault for each wrong argument.
+    """
+    faults = []
+    for name, value in arguments.items():
+        fits, rule, remedy = _ARGUMENTS[name]
+        if (value is not None or name == "name") and not fits(value):
+            faults.append(Fault(name, repr(value), f"expected {rule}", remedy))
+    if faults:
+        raise FaultError(faults)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+_ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "dtype": (_is_floating, "a floating-point torch.dtype", "pass one such as torch.bfloat16"),
+    "control": (
+        # A rank outside a group has a number in its place; it is refused with the ranks of the group.
+        lambda value: isinstance(value, dist.ProcessGroup) or value == dist.GroupMember.NON_GROUP_MEMBER,
+        "a ProcessGroup that contains this rank",
+        "leave it out, and one is formed",
+    ),
+    "timeout": (
+        lambda value: isinstance(value, timedelta) and value > timedelta(0),
+        "a datetime.timedelta above 0",
+        "pass one such as timedelta(seconds=60)",
+    ),
+    "name": (
+        lambda value: isinstance(value, str) and bool(value.strip()),
+        "a name of at least one character",
+        'pass one such as "transformer"',
+    ),
+    "denoising": (lambda value: isinstance(value, DenoisingTime), "a DenoisingTime", "pass raylysses.DenoisingTime()"),
+    "on_event": (callable, "a function of one event", "pass one such as print"),
+}
+"""Of each argument: whether a value fits, what is expected, and the way out."""

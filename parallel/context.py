@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import TracebackType
 from typing import Self
 
 from backends.calibration import Calibration, Uncalibrated
@@ -49,6 +50,18 @@ class AttentionContext:
     def __deepcopy__(self, memo: object) -> Self:
         """The copy of a model, as of its averaged weights, is of the same rank."""
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what the transport holds; its layers cannot exchange after it. It may be called twice."""
+        self.transport.close()
 
     @cached_property
     def selector(self) -> Selector:

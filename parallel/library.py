@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -19,10 +20,12 @@ from configs.arguments import AttentionArgument, library_settings
 from configs.faults import Fault, FaultError
 from configs.schema import AttentionConfig, ParallelConfig
 from parallel.adopt import Adopted, MeshArgument, adopt
+from parallel.argument_types import raise_wrong_arguments
 from parallel.context import AttentionContext
 from parallel.devices import facts_of
 from parallel.events import Event, Traffic
 from parallel.models import FAMILIES, family_of
+from parallel.models.autocast import autocast_dtype
 from parallel.models.names import name_faults
 from parallel.models.sharding import ShardedModel
 from parallel.planner import Way
@@ -58,11 +61,10 @@ class Moved:
 class SequenceParallel:
     """A model that runs on all ranks of a mesh, as `sequence_parallel` makes it. Leaving its context closes it."""
 
-    def __init__(self, sharded: ShardedModel, made: tuple[dist.ProcessGroup, ...]) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self.model = sharded.model
         self.context = sharded.context
         self._sharded = sharded
-        self._made = made
 
     def __enter__(self) -> SequenceParallel:
         return self
@@ -74,10 +76,12 @@ class SequenceParallel:
 
     @property
     def rank(self) -> int:
+        """This rank's place in the mesh."""
         return self.context.mesh.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks the mesh has."""
         return self.context.mesh.world_size
 
     def selections(self) -> tuple[Served, ...]:
@@ -91,14 +95,13 @@ class SequenceParallel:
         return Moved(forwards, planned, self.context.transport.take_traffic())
 
     def close(self) -> None:
-        """Give the model back as it was, and destroy the control group if it was formed for it; every rank has to make
-        the call. It may be called twice.
+        """Give the model back as it was. It may be called twice.
+
+        Process groups that were formed stay for the next call with the same ranks;
+        `torch.distributed.destroy_process_group()` ends them.
         """
         self._sharded.remove()
-        while self._made:
-            *rest, group = self._made
-            dist.destroy_process_group(group)
-            self._made = tuple(rest)
+        self.context.close()
 
 
 def sequence_parallel(
@@ -109,6 +112,8 @@ def sequence_parallel(
     strategy: str | None = None,
     ulysses: int | None = None,
     ring: int | None = None,
+    exchange_dtype: str | None = None,
+    transport: str | None = None,
     dtype: torch.dtype | None = None,
     control: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
@@ -118,39 +123,68 @@ def sequence_parallel(
 ) -> SequenceParallel:
     """Let the ranks of a mesh share the sequence of a diffusers transformer; every one of them makes the same call.
 
-    model: a `WanTransformer3DModel` on this rank's device, with the same weights on every rank. It is changed in place:
-    its forward still takes and returns whole tensors, the same on all ranks, and each rank computes its own rows.
-
-    mesh: a `DeviceMesh` of one dimension, or of two that are named ring and ulysses; a `ProcessGroup`; None for the
-    default group. attention: any form that `configs.arguments.attention_settings` reads, such as a backend's name, an
-    `AttentionConfig`, or "attention.per_role.self=TORCH_SDPA". strategy, ulysses, ring: as `parallel.strategy` and its
-    degrees; by default they are the mesh's, or chosen. dtype: of the activations; the model's own by default. control:
-    a gloo group of the same ranks, formed if there is none; timeout: of groups that are formed. name: of the model, in
-    messages and events. denoising: for options that depend on the step, which the caller's loop tells it. on_event: is
-    told what each layer ran (`AttentionRan`), on its first call.
+    The model is changed in place: its forward still takes and returns whole tensors, the same on all ranks, and each
+    rank computes its own rows.
 
     Gradients: with a loss that every rank computes on the whole output, the mean over the ranks of a parameter's
     gradients is its gradient, as with data parallelism.
 
-    Raises FaultError for what cannot be served; the model is then as it was.
+    Args:
+        model: A `WanTransformer3DModel` on this rank's device, with the same weights on every rank.
+        mesh: A `DeviceMesh` of one dimension, or of two that are named ring and ulysses; a `ProcessGroup`; None for
+            the default group.
+        attention: Any form that `configs.arguments.attention_settings` reads, such as a backend's name, an
+            `AttentionConfig`, or "attention.per_role.self=TORCH_SDPA".
+        strategy: As `parallel.strategy`; by default it is chosen.
+        ulysses: As `parallel.ulysses`; by default the mesh's degree, or chosen.
+        ring: As `parallel.ring`; by default the mesh's degree, or chosen.
+        exchange_dtype: As `parallel.exchange_dtype`.
+        transport: As `parallel.transport`.
+        dtype: The dtype of Q, K and V; by default that of `torch.autocast` if the call is made under it, else the
+            model's own.
+        control: A gloo group of the same ranks; by default one is formed.
+        timeout: The timeout of groups that are formed; None is torch's own.
+        name: The model's name in messages and events.
+        denoising: The time of the denoising, for options that depend on the step. The caller's loop updates it.
+        on_event: Called with what each layer ran (`AttentionRan`), on its first call.
+
+    Returns:
+        The handle that gives the model back when it is closed.
+
+    Raises:
+        FaultError: For arguments of another type, and for what cannot be served. Whatever is raised, the model is then
+            as it was.
     """
+    raise_wrong_arguments(
+        dtype=dtype, control=control, timeout=timeout, name=name, denoising=denoising, on_event=on_event
+    )
+    class_name = _class_name(model)
     _refuse_wired(model)
-    family = family_of({"_class_name": _class_name(model)})
+    family = family_of({"_class_name": class_name})
     facts = family.describe(model.config)
-    config, parallel = library_settings(attention, {"strategy": strategy, "ulysses": ulysses, "ring": ring})
+    given = {
+        "strategy": strategy,
+        "ulysses": ulysses,
+        "ring": ring,
+        "exchange_dtype": exchange_dtype,
+        "transport": transport,
+    }
+    config, parallel = library_settings(attention, given)
     faults = name_faults(config, {name: facts}, Registry(config.register))
     if faults:
         raise FaultError(faults)
-    adopted = adopt(mesh, device=_device_of(model), control=control, timeout=timeout)
-    try:
-        parallel = _with_degrees(parallel, adopted)
-        context = _context(adopted, config, parallel, _dtype_of(model) if dtype is None else dtype, on_event)
+    device = _device_of(model)
+    adopted = adopt(mesh, device=device, control=control, timeout=timeout, transport=parallel.transport)
+    parallel = _with_degrees(parallel, adopted)
+    if dtype is None:
+        dtype = autocast_dtype(device.type) or _dtype_of(model)
+    context = _context(adopted, config, parallel, dtype, on_event)
+    with ExitStack() as undo:
+        undo.callback(context.close)
         context = replace(context, calibrations={name: facts.calibration}, denoising=denoising)
-        return SequenceParallel(family.wire(model, context, name), adopted.made)
-    except FaultError:
-        for group in adopted.made:
-            dist.destroy_process_group(group)
-        raise
+        shared = SequenceParallel(family.wire(model, context, name))
+        undo.pop_all()
+    return shared
 
 
 def attention_context_of(
@@ -162,19 +196,50 @@ def attention_context_of(
     strategy: str | None = None,
     ulysses: int | None = None,
     ring: int | None = None,
+    exchange_dtype: str | None = None,
+    transport: str | None = None,
     control: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> AttentionContext:
-    """What `Attention` layers of a model of one's own need, on the ranks of a mesh; every one of them makes the call.
+    """Make what `Attention` layers of a model of one's own need, on the ranks of a mesh; every one of them calls it.
 
-    Give it to the layers, or construct them inside `with attention_context(context):`. dtype: of the activations.
-    device: of this rank's tensors; by default the current GPU if the group serves GPUs, else the CPU. The rest is as in
-    `sequence_parallel`. Its control group is there for the layers' owner, and lasts until
-    `torch.distributed.destroy_process_group()`. Raises FaultError for groups and settings that cannot be used.
+    Give it to the layers, or construct them inside `with attention_context(context):`. Call its `close()` when the
+    layers are gone. Process groups that were formed stay for the next call with the same ranks;
+    `torch.distributed.destroy_process_group()` ends them.
+
+    Args:
+        mesh: As in `sequence_parallel`.
+        dtype: The dtype of Q, K and V.
+        device: Where this rank's tensors live; by default the current GPU if the group serves GPUs, else the CPU.
+        attention: As in `sequence_parallel`.
+        strategy: As in `sequence_parallel`.
+        ulysses: As in `sequence_parallel`.
+        ring: As in `sequence_parallel`.
+        exchange_dtype: As in `sequence_parallel`.
+        transport: As in `sequence_parallel`.
+        control: As in `sequence_parallel`.
+        timeout: As in `sequence_parallel`.
+        on_event: As in `sequence_parallel`.
+
+    Returns:
+        The context of this rank's layers.
+
+    Raises:
+        FaultError: For arguments of another type, and for groups and settings that cannot be used.
     """
-    config, parallel = library_settings(attention, {"strategy": strategy, "ulysses": ulysses, "ring": ring})
-    adopted = adopt(mesh, device=device, control=control, timeout=timeout)
+    if dtype is None:
+        raise FaultError([Fault("dtype", None, "it is missing", "pass a torch.dtype, such as torch.bfloat16")])
+    raise_wrong_arguments(dtype=dtype, control=control, timeout=timeout, on_event=on_event)
+    given = {
+        "strategy": strategy,
+        "ulysses": ulysses,
+        "ring": ring,
+        "exchange_dtype": exchange_dtype,
+        "transport": transport,
+    }
+    config, parallel = library_settings(attention, given)
+    adopted = adopt(mesh, device=device, control=control, timeout=timeout, transport=parallel.transport)
     return _context(adopted, config, _with_degrees(parallel, adopted), dtype, on_event)
 
 
@@ -196,12 +261,13 @@ def _context(
     on_event: Callable[[Event], None] | None,
 ) -> AttentionContext:
     registry = Registry(attention.register)
+    facts = facts_of(adopted.mesh.device, registry)
     return AttentionContext(
         mesh=adopted.mesh,
         transport=open_transport(parallel, adopted.mesh),
         registry=registry,
         config=attention,
-        device=facts_of(adopted.mesh.device, registry),
+        device=facts,
         dtype=str(dtype).removeprefix("torch."),
         emit=_ignore if on_event is None else on_event,
         parallel=parallel,
@@ -209,7 +275,7 @@ def _context(
 
 
 def _ignore(event: Event) -> None:
-    """Nobody wants to know."""
+    """The observer of a caller that passes none."""
 
 
 def _class_name(model: torch.nn.Module) -> str:
@@ -224,10 +290,11 @@ def _class_name(model: torch.nn.Module) -> str:
 
 
 def _refuse_wired(model: Any) -> None:
-    processors = getattr(model, "attn_processors", {})
-    if any(isinstance(getattr(each, "sharded", None), ShardedModel) for each in processors.values()):
+    # The hooks tell, as the caller may have replaced the attention processors since.
+    if any(isinstance(getattr(hook, "__self__", None), ShardedModel) for hook in model._forward_pre_hooks.values()):
         rule = "its sequence is shared already"
-        raise FaultError([Fault("model", type(model).__name__, rule, "close() the earlier one first")])
+        remedy = "call close() of what sequence_parallel returned, or leave its with block, first"
+        raise FaultError([Fault("model", type(model).__name__, rule, remedy)])
     if getattr(model, "_parallel_config", None) is not None:
         rule = "diffusers' own context parallelism is on"
         raise FaultError([Fault("model", type(model).__name__, rule, "load it without enable_parallelism()")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -48,7 +49,7 @@ class Mesh:
 
     def groups(self, grid: Grid) -> GridGroups:
         """The groups of a grid. The first call for a grid that has both degrees forms them: every rank has to make it,
-        and in the same order (layers do, when they are constructed). Raises FaultError as `check_group_counts`.
+        and in the same order (layers do, when they are constructed). Raises FaultError as `shared_groups`.
         """
         if grid not in self._grids:
             self._grids[grid] = self._form(grid)
@@ -61,39 +62,99 @@ class Mesh:
     def _form(self, grid: Grid) -> GridGroups:
         if self.data is None or grid.ring == 1 or grid.ulysses == 1:
             return GridGroups(self.data if grid.ring == 1 else None, self.data if grid.ulysses == 1 else None)
-        check_group_counts(dist.get_process_group_ranks(self.data), self.control or self.data)
-        return GridGroups(self._subgroup(grid.ulysses_group(self.rank)), self._subgroup(grid.ring_group(self.rank)))
-
-    def _subgroup(self, ranks: range) -> dist.ProcessGroup:
-        of_world = [dist.get_global_rank(self.data, rank) for rank in ranks]  # type: ignore[arg-type]
-        return form_group(of_world, dist.get_backend(self.data), self.timeout)
+        parent = dist.get_process_group_ranks(self.data)
+        parts = [[parent[rank] for rank in part(self.rank)] for part in (grid.ulysses_group, grid.ring_group)]
+        backend = dist.get_backend(self.data)
+        return GridGroups(*shared_groups(parent, parts, backend, self.timeout, self.control or self.data))
 
 
-def form_group(ranks: list[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of some of the world's ranks, without the others. Call `check_group_counts` before."""
+def shared_groups(
+    parent: Sequence[int],
+    parts: Sequence[Sequence[int]],
+    backend: str,
+    timeout: timedelta | None,
+    *over: dist.ProcessGroup,
+) -> list[dist.ProcessGroup]:
+    """Return this rank's groups of some of the world's ranks, formed by the first call and reused by later ones.
+
+    torch (2.13) names such a group after its ranks and the number of groups that a rank is in. A group that is
+    destroyed and formed again has the same name, and its ranks read the addresses of the first one from the store.
+    So these groups are kept until `torch.distributed.destroy_process_group()`.
+
+    Args:
+        parent: The world's ranks that make this call together.
+        parts: The ranks of each group that this rank is in.
+        backend: The backend of the groups.
+        timeout: The timeout of the groups; None is torch's own.
+        over: Groups by which the ranks of `parent` compare how many groups they are in: one of all of them, or a row
+            and then a column of their mesh.
+
+    Returns:
+        The groups, in the order of `parts`.
+
+    Raises:
+        FaultError: On all ranks of `parent`, if they are in different numbers of groups, or if only some of them have
+            the groups already.
+    """
+    description = _description(parent, backend, timeout)
+    groups = [_find(description, part) for part in parts]
+    _check_groups(parent, sum(group is not None for group in groups), *over)
     with exchange("forming a process group"):
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        return [
+            group
+            or dist.new_group(
+                list(part), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
+            )
+            for group, part in zip(groups, parts, strict=True)
+        ]
+
+
+def shared_world_group(backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return a group of all ranks, formed by the first call and reused by later ones; every rank makes the call."""
+    ranks = list(range(dist.get_world_size()))
+    description = _description(ranks, backend, timeout)
+    with exchange("forming a process group"):
+        group: dist.ProcessGroup = _find(description, ranks) or dist.new_group(
+            ranks, timeout=timeout, backend=backend, group_desc=description
         )
     return group
 
 
-def check_group_counts(ranks: list[int], *groups: dist.ProcessGroup) -> None:
-    """Before these ranks of the world form a group without the others, or some of them do: torch (2.13) names it by how
-    many groups a rank is in, and ranks that have other names for it wait for each other until they time out.
+def _description(parent: Sequence[int], backend: str, timeout: timedelta | None) -> str:
+    seconds = "the default" if timeout is None else f"{timeout.total_seconds():g} s"
+    return f"raylysses: {backend} of ranks {','.join(map(str, parent))}, timeout {seconds}"
 
-    groups: by which the ranks tell each other: one of all of them, or a row and then a column of their mesh. Raises
-    FaultError, on all of these ranks, if they are in other numbers of groups. One exchange over each group.
+
+def _find(description: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Find a group that was formed here and not destroyed; torch's own table knows it."""
+    for group in _world.pg_map:
+        if group.group_desc == description and dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    return None
+
+
+def _check_groups(ranks: Sequence[int], formed: int, *over: dist.ProcessGroup) -> None:
+    """Compare how many groups each rank is in, as torch names a group of some ranks by that number.
+
+    Ranks that have different names for a group wait for each other until they time out.
+
+    Args:
+        ranks: The world's ranks that make this call, in the order of `over`.
+        formed: How many of the groups in question this rank has already.
+        over: As in `shared_groups`.
+
+    Raises:
+        FaultError: On all ranks, if they differ.
     """
-    counts = [len(_world.pg_names)]
-    for group in groups:
+    counts = [(len(_world.pg_names), formed)]
+    for group in over:
         gathered = [counts] * dist.get_world_size(group)
         with exchange("the comparison of process groups"):
             dist.all_gather_object(gathered, counts, group=group)
         counts = [count for part in gathered for count in part]
     if len(set(counts)) > 1:
-        told = ", ".join(f"rank {rank} is in {count}" for rank, count in zip(ranks, counts, strict=True))
-        rule = f"torch names a group of some ranks by how many groups each of them is in, and {told}"
+        listed = ", ".join(f"rank {rank} is in {count}" for rank, (count, _) in zip(ranks, counts, strict=True))
+        rule = f"torch names a group of some ranks by how many groups each of them is in, and {listed}"
         remedy = (
             "make the same calls of torch.distributed.new_group on all of these ranks, or pass groups that are there "
             "(control=..., and a DeviceMesh of ring x ulysses over the whole default group)"

@@ -9,16 +9,19 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from backends.selection import Selection
+from configs.faults import Fault, FaultError
 from parallel.attention import Attention
 from parallel.context import AttentionContext
 from parallel.events import Traffic
 from parallel.forwards import Forwards
+from parallel.models.autocast import autocast_dtype
 from parallel.models.facts import ModelFacts
 from parallel.pieces import take
 from parallel.plan import ShardPlan, Strategy, Stream
@@ -27,6 +30,14 @@ from parallel.traffic import call_traffic
 Args = tuple[Any, ...]
 Checkpoint = Callable[..., Any]
 Kwargs = dict[str, Any]
+
+
+class Processor(Protocol):
+    """An attention processor of a wired model."""
+
+    @property
+    def layers(self) -> tuple[Attention, ...]:
+        """Its layers, in the order in which it calls them."""
 
 
 class ShardedModel:
@@ -50,13 +61,38 @@ class ShardedModel:
         self._own_processors: Mapping[str, Any] = dict(model.attn_processors)  # type: ignore[arg-type]
         self._hooks: list[RemovableHandle] = []
         self._checkpoint: Checkpoint | None = None
+        self._processors: Mapping[str, Processor] = {}
+        self._wired: list[tuple[str, Any, Processor]] = []
 
-    def install(self) -> None:
-        """Register the hooks. Call once, after all attention layers are in place."""
-        self.forwards = Forwards(self.name, self.attention_layers(), self.context.mesh)
+    def install(self, processors: Mapping[str, Processor]) -> None:
+        """Put the attention processors in, and register the hooks; if anything fails, the model stays as it was.
+
+        Args:
+            processors: One for each name of the model's `attn_processors`, in the order of a forward's calls.
+
+        Raises:
+            FaultError: For a model without a `_cp_plan`, and for layers that want the same rows at different places.
+        """
+        plan = getattr(self.model, "_cp_plan", None)
+        if not plan:
+            rule = "it has no _cp_plan, where diffusers says which tensors a sequence is split into"
+            remedy = "use the class of the diffusers that Raylysses asks for, without changes"
+            raise FaultError([Fault("model", type(self.model).__name__, rule, remedy)])
+        self._processors = dict(processors)
+        with ExitStack() as undo:
+            undo.callback(self.remove)
+            self._wired = [
+                (name, self.model.get_submodule(name.removesuffix(".processor")), processor)
+                for name, processor in processors.items()
+            ]
+            self.model.set_attn_processor(dict(processors))  # type: ignore[operator]
+            self.forwards = Forwards(self.name, self.attention_layers(), self.context.mesh)
+            self._register_hooks(plan)
+            undo.pop_all()
+
+    def _register_hooks(self, plan: Mapping[str, Any]) -> None:
         hooks = self._hooks
         hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        plan: Mapping[str, Any] = self.model._cp_plan  # type: ignore[assignment]
         for path, entry in plan.items():
             module = self.model.get_submodule(path)
             if hasattr(entry, "gather_dim"):
@@ -81,7 +117,12 @@ class ShardedModel:
         """Give the model back as it was: its own attention processors, and no hooks. It may be called twice."""
         while self._hooks:
             self._hooks.pop().remove()
-        self.model.set_attn_processor(dict(self._own_processors))  # type: ignore[operator]
+        self._restore_checkpoint()
+        if self._wired:
+            self._wired = []
+            self.model.set_attn_processor(dict(self._own_processors))  # type: ignore[operator]
+            if getattr(self.model, "_parallel_config", None) is not None:
+                self.model._parallel_config = None  # type: ignore[assignment]  # what a refused enable_parallelism() left
 
     def take_planned(self) -> tuple[Traffic, int]:
         """The collectives that the plans of all forwards since the last call foresaw, and the number of those
@@ -99,29 +140,51 @@ class ShardedModel:
         return tuple((self.name, selection, strategy, layers) for (selection, strategy), layers in counted.items())
 
     def attention_layers(self) -> list[Attention]:
-        processors = self.model.attn_processors.values()  # type: ignore[operator]
-        return [layer for p in processors for layer in (p.attention, p.image) if layer is not None]
+        """The layers, in the order of a forward's calls."""
+        return [layer for each in self._processors.values() for layer in each.layers]
+
+    def _check_wiring(self) -> None:
+        """Raises FaultError if an attention processor was replaced since the model was wired."""
+        for name, module, processor in self._wired:
+            if module.processor is not processor:
+                rule = f"{name} was replaced by a {type(module.processor).__name__} while the sequence is shared"
+                remedy = "call close(), change the processors, and call sequence_parallel again"
+                raise FaultError([Fault("model", self.name, rule, remedy)])
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises FaultError if autocast gives the layers another dtype than the one they were chosen for."""
+        chosen = self.context.dtype
+        if str(dtype) != f"torch.{chosen}":
+            rule = f"the layers are for {chosen}, and torch.autocast gives them {dtype}"
+            remedy = f"pass dtype={dtype} to sequence_parallel, or call it under the same torch.autocast"
+            raise FaultError([Fault("dtype", chosen, rule, remedy)])
 
     def _begin(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._restore_checkpoint()
+        self._check_wiring()
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         latent: torch.Tensor = bound.arguments["hidden_states"]
         batch = latent.shape[0]
         frames, rows, columns = latent.shape[-3:]
         length = self.facts.tokens((frames, rows, columns))
         mesh = self.context.mesh
+        autocast = autocast_dtype(latent.device.type)
+        dtype = latent.dtype if autocast is None or latent.dtype == torch.float64 else autocast
         self.forwards_of_request += 1
         learning = latent.requires_grad or any(parameter.requires_grad for parameter in self.model.parameters())
         self.forwards.begin(
             Stream("video", length),
             batch=batch,
-            dtype=latent.dtype,
+            dtype=dtype,
             beside=_encoder_streams(bound.arguments),
             gradient=torch.is_grad_enabled() and learning,
         )
+        if autocast is not None:  # after the ranks agreed on it, so that all of them refuse it
+            self._check_dtype(dtype)
         plan = self._current_plan()
         self.rows = len(plan.rows[mesh.rank])
         if mesh.world_size > 1:
-            self._count_planned(plan, batch, latent.element_size())
+            self._count_planned(plan, batch, dtype.itemsize)
         if torch.is_grad_enabled() and getattr(self.model, "gradient_checkpointing", False):
             self._checkpoint = self.model._gradient_checkpointing_func  # type: ignore[assignment]
             self.model._gradient_checkpointing_func = self._with_plans(self._checkpoint)  # type: ignore[arg-type, assignment]
@@ -156,6 +219,10 @@ class ShardedModel:
 
     def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
         self.forwards.end()
+        self._restore_checkpoint()
+
+    def _restore_checkpoint(self) -> None:
+        # torch runs _end after exceptions, but not after a KeyboardInterrupt.
         if self._checkpoint is not None:
             self.model._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
             self._checkpoint = None

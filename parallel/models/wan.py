@@ -79,7 +79,6 @@ def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:
         own, text = layer(by_role[SELF], self_path), layer(by_role[CROSS], cross_path)
         processors[f"{self_path}.processor"] = WanAttentionProcessor(own, sharded)
         processors[f"{cross_path}.processor"] = WanAttentionProcessor(text, sharded, image)
-    # All at once, so that a role that nothing serves leaves the model as it was.
-    model.set_attn_processor(processors)
-    sharded.install()
+    # After all layers, so that a role that nothing serves leaves the model untouched.
+    sharded.install(processors)
     return sharded

@@ -95,6 +95,10 @@ class Transport(ABC):
         message is not sent.
         """
 
+    def close(self) -> None:
+        """Release what this transport holds beside the mesh's groups. It may be called twice."""
+        return
+
     def take_traffic(self) -> Traffic:
         """What was moved since the last call of this method."""
         traffic = Traffic(dict(self._calls), dict(self._bytes))

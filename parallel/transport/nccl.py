@@ -75,11 +75,34 @@ class NcclTransport(Transport):
         self._nccl = nccl
         self._stream = stream or (lambda: int(torch.cuda.current_stream(mesh.device).cuda_stream))
         self._timeout_s = DEFAULT_TIMEOUT_S if mesh.timeout is None else mesh.timeout.total_seconds()
+        self._closed = False
         self._communicator = nccl.Communicator()
         config = nccl.NCCLConfig(blocking=False, comm_name="raylysses")
         with self._aborting():
             self._communicator.initialize(mesh.world_size, mesh.rank, self._unique_id(), config)
             self._settle("joining the ranks")
+
+    def close(self) -> None:
+        """Abort the communicator, once this rank's own work is done or the mesh's timeout is over."""
+        if self._closed:
+            return
+        try:
+            if self.mesh.device.type == "cuda":
+                self._wait_for_device()
+        finally:
+            self._abort()
+
+    def _wait_for_device(self) -> None:
+        """Other ranks need what this one still sends. Its own wait must end if they are gone."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self.mesh.device))
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query() and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
+            time.sleep(POLL_S)
+
+    def _abort(self) -> None:
+        self._closed = True
+        self._communicator.abort()
 
     def _unique_id(self) -> Any:
         """The first rank's, by the control group."""
@@ -138,6 +161,6 @@ class NcclTransport(Transport):
     def _aborting(self) -> Iterator[None]:
         """Abort if the block raises: nothing is known of what is under way then."""
         with ExitStack() as undo:
-            undo.callback(self._communicator.abort)
+            undo.callback(self._abort)
             yield
             undo.pop_all()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -160,6 +163,123 @@ def refusals() -> list[list[str]]:
     found = [_told(call) for call in calls]
     with raylysses.sequence_parallel(transformer):
         found.append(_told(lambda: raylysses.sequence_parallel(transformer)))
+    wrong: list[dict[str, Any]] = [
+        {"model": 3},
+        {"mesh": 3},
+        {"timeout": 5},
+        {"on_event": 3},
+        {"name": ""},
+        {"denoising": 0.5},
+        {"dtype": "bfloat16"},
+        {"control": 4},
+    ]
+    found += [_told(functools.partial(raylysses.sequence_parallel, **{"model": transformer} | each)) for each in wrong]
+    found.append(_told(lambda: raylysses.attention_context_of(dtype=torch.float32, device="nowhere")))
+    settings: list[dict[str, Any]] = [{"exchange_dtype": "fp9"}, {"transport": "ncl"}, {"transport": "nccl"}]
+    found += [_told(functools.partial(raylysses.sequence_parallel, transformer, **each)) for each in settings]
+    return found
+
+
+def cycles(kind: str) -> list[tuple[int, int]]:
+    """The descriptors and threads of this process after each of some wirings of 4 ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    transformer = model()
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    rings = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    options: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "ring x ulysses": {"ulysses": 2, "attention": "REFERENCE"},
+        "part": {"mesh": square["sp"]},
+        "square mesh": {"mesh": rings, "attention": "REFERENCE"},
+        "context": {"dtype": torch.float32, "ulysses": 2, "attention": "REFERENCE"},
+    }
+    process, counts = psutil.Process(), []
+    with torch.no_grad():
+        for _ in range(7):
+            if kind == "context":
+                with raylysses.attention_context_of(**options[kind]) as context:
+                    layer = raylysses.Attention(4, 8, role="self", kind="self", context=context)
+                    plan = layer.plan_of(raylysses.Stream("tokens", 8))
+                    rows = torch.ones(1, 2, 4, 8)
+                    layer(rows, rows, rows, plan=plan)
+            else:
+                with raylysses.sequence_parallel(transformer, **options[kind]):
+                    output(transformer)
+            dist.barrier()
+            counts.append((process.num_fds(), process.num_threads()))
+    return counts[3:]
+
+
+def failed_wirings() -> dict[str, Any]:
+    """Two wirings that fail after groups were formed, and one that does not."""
+    from parallel.models.sharding import ShardedModel
+
+    transformer = model()
+    hooks, processors = hook_count(transformer), dict(transformer.attn_processors)
+    found: dict[str, Any] = {"errors": [], "untouched": []}
+    register = ShardedModel._register_hooks
+    with torch.no_grad():
+        found["before"] = output(transformer)
+        for error in (AttributeError, KeyboardInterrupt):
+
+            def fail(sharded: ShardedModel, plan: Any, error: type[BaseException] = error) -> None:
+                register(sharded, plan)
+                raise error
+
+            with patch.object(ShardedModel, "_register_hooks", fail):
+                try:
+                    raylysses.sequence_parallel(transformer)
+                except (AttributeError, KeyboardInterrupt) as raised:
+                    found["errors"].append(type(raised).__name__)
+            own = all(transformer.attn_processors[name] is each for name, each in processors.items())
+            found["untouched"].append(own and hook_count(transformer) == hooks)
+        with raylysses.sequence_parallel(transformer):
+            found["shared"] = output(transformer)
+    return found
+
+
+def under_autocast(strategy: str) -> dict[str, Any]:
+    """A model's outputs and gradients under autocast: plain, on one rank, and on all of them."""
+    transformer, found = model(), {}
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    options: dict[str, Any] = {"attention": "REFERENCE", "strategy": strategy}
+
+    def cast_gradients() -> dict[str, torch.Tensor]:
+        with autocast():
+            return gradients(transformer)
+
+    with torch.no_grad():
+        found["exact"] = output(transformer)
+        with autocast():
+            found["plain"] = output(transformer).float()
+            with raylysses.sequence_parallel(transformer, **options):
+                found["inferred"] = output(transformer).float()
+            with raylysses.sequence_parallel(transformer, alone, attention="REFERENCE"):
+                found["alone"] = output(transformer).float()
+        with raylysses.sequence_parallel(transformer, **options, dtype=torch.bfloat16) as shared, autocast():
+            found["given"] = output(transformer).float()
+            moved = shared.traffic()
+            found["planned"], found["measured"] = moved.planned, moved.measured
+        with raylysses.sequence_parallel(transformer, **options), autocast():
+            found["refused"] = "".join(_told(lambda: output(transformer)))
+    found["exact gradients"], found["plain gradients"] = gradients(transformer), cast_gradients()
+    with raylysses.sequence_parallel(transformer, **options, dtype=torch.bfloat16):
+        found["gradients"] = averaged(cast_gradients())
+    dist.destroy_process_group(alone)
+    return found
+
+
+def exchanged_in_fp8() -> dict[str, Any]:
+    """A model whose exchanges within a Ulysses group are in fp8."""
+    transformer, found = model(), {}
+    with torch.no_grad():
+        found["whole"] = output(transformer)
+        options: dict[str, Any] = {"strategy": "ulysses", "exchange_dtype": "fp8", "transport": "torch"}
+        with raylysses.sequence_parallel(transformer, **options) as shared:
+            found["fp8"] = output(transformer)
+            found["config"] = (shared.context.parallel.exchange_dtype, shared.context.parallel.transport)
     return found
 
 

@@ -101,14 +101,27 @@ def test_what_cannot_be_is_refused_with_a_way_out_on_every_rank(gloo_ranks: Gloo
         "parallel.ulysses=3: degrees of 3 do not make up 2 ranks",
         "control: it must be of the ranks [0, 1]",
         "device=cuda: the group moves tensors of cpu only",
-        "model=WanTransformer3DModel: its sequence is shared already; close()",
+        "model=WanTransformer3DModel: its sequence is shared already; call close() of ",
+        "model=int: that class is not known",
+        "mesh=int: expected a DeviceMesh or a ProcessGroup that contains this rank; ",
+        "timeout=5: expected a datetime.timedelta above 0; pass one such as timedelta(seconds=60)",
+        "on_event=3: expected a function of one event; ",
+        "name='': expected a name of at least one character; ",
+        "denoising=0.5: expected a DenoisingTime; pass raylysses.DenoisingTime()",
+        "dtype='bfloat16': expected a floating-point torch.dtype; ",
+        "control=4: expected a ProcessGroup that contains this rank; ",
+        "device=nowhere: torch knows no such device; ",
+        "parallel.exchange_dtype=fp9: ",
+        "parallel.transport=ncl: ",
+        "parallel.transport=nccl: it moves tensors of CUDA GPUs, and this rank's device is cpu; leave it on auto",
     ]
     first, second = run(gloo_ranks(2), ranks.refusals)
     for told, beginning in zip(first, beginnings, strict=True):
         assert told
         assert told[0].startswith(beginning)
     assert "raylysses.Attention layers" in first[0][0]
-    last = len(beginnings) - 2  # a group that the second rank is not in
+    last = next(index for index, text in enumerate(beginnings) if text.startswith("device=cuda"))
+    # That one is about a group that the second rank is not in.
     assert second[last][0].startswith("mesh=")
     assert second[:last] + second[last + 1 :] == first[:last] + first[last + 1 :]
 
@@ -118,6 +131,53 @@ def test_a_layer_of_ones_own_model_takes_its_context_from_the_callers_group(gloo
     for found in run(gloo_ranks(3), ranks.by_hand):
         assert found["strategy"] == "ring"
         assert relative_error(found["out"], attention64(*found["qkv"], scale=8**-0.5)) <= 1e-12
+
+
+@over_live_ranks
+@pytest.mark.parametrize("kind", ["whole", "ring x ulysses", "part", "square mesh", "context"])
+def test_wiring_again_and_again_opens_no_more_descriptors_and_threads(gloo_ranks: GlooRanks, kind: str) -> None:
+    for counts in run(gloo_ranks(4), ranks.cycles, kind):
+        first, last = counts[0], counts[-1]  # a group has at least two of each, and Ray may start a thread of its own
+        assert last[0] - first[0] <= 1, counts
+        assert last[1] - first[1] <= 1, counts
+
+
+@over_live_ranks
+def test_a_wiring_that_fails_leaves_the_model_and_the_groups_ready_for_the_next(gloo_ranks: GlooRanks) -> None:
+    for found in run(gloo_ranks(2), ranks.failed_wirings):
+        assert found["errors"] == ["AttributeError", "KeyboardInterrupt"]
+        assert found["untouched"] == [True, True]
+        assert relative_error(found["shared"], found["before"]) <= 1e-5
+
+
+@over_live_ranks
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_under_autocast_the_answer_is_that_of_the_plain_model_on_any_number_of_ranks(
+    gloo_ranks: GlooRanks, strategy: str
+) -> None:
+    for found in run(gloo_ranks(2), ranks.under_autocast, strategy):
+        whole = found["exact"]
+        plain = relative_error(found["plain"], whole)
+        for name in ("given", "inferred", "alone"):
+            assert relative_error(found[name], whole) <= 1.5 * plain, name
+        assert relative_error(found["given"], found["alone"]) <= 1.5 * plain
+        assert torch.equal(found["given"], found["inferred"])
+        assert found["planned"] == found["measured"]
+        assert found["refused"] == (
+            "dtype=float32: the layers are for float32, and torch.autocast gives them torch.bfloat16; pass "
+            "dtype=torch.bfloat16 to sequence_parallel, or call it under the same torch.autocast"
+        )
+        for name, gradient in found["gradients"].items():
+            of_exact, of_plain = found["exact gradients"][name], found["plain gradients"][name]
+            error = (gradient - of_exact).norm()
+            assert error <= 2 * (of_plain - of_exact).norm() + 1e-2 * of_exact.norm() + 1e-5, name
+
+
+@over_live_ranks
+def test_the_exchange_dtype_and_the_transport_are_arguments(gloo_ranks: GlooRanks) -> None:
+    for found in run(gloo_ranks(2), ranks.exchanged_in_fp8):
+        assert found["config"] == ("fp8", "torch")
+        assert 0 < relative_error(found["fp8"], found["whole"]) < 0.1
 
 
 ALONE = """

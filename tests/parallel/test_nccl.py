@@ -100,6 +100,20 @@ def test_every_verb_moves_what_torchs_moves_bit_for_bit(
         assert set(traffic.calls) == {"scatter_heads", "gather_heads", "gather_rows", "gather_keys", "rotate_keys"}
 
 
+def closed_twice(mesh: Mesh) -> list[bool]:
+    double = NcclDouble()
+    transport = NcclTransport(mesh, double, lambda: STREAM)
+    before = double.made[0].aborted
+    transport.close()
+    transport.close()
+    return [before, double.made[0].aborted]
+
+
+@pytest.mark.ray
+def test_closing_a_transport_releases_its_communicator(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks(2).run(closed_twice) == [[False, True]] * 2
+
+
 GRIDS = {
     "ulysses": ParallelConfig(strategy="ulysses"),
     "fp8": ParallelConfig(strategy="ulysses", exchange_dtype="fp8"),
