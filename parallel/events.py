@@ -76,7 +76,7 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
 class RequestRan:
     """A request that a rank has finished. planned: from the shard plans; measured: counted by the transport.
 
-    seconds: by phase. forwards: by model name. peak_memory_bytes: of the device; 0 on CPU.
+    seconds: by phase. forwards: by model name. peak_memory_bytes: of the device; on CPU of the process.
     """
 
     request: int

@@ -16,6 +16,12 @@ class PlacementError(FaultError):
     exit_code = 3
 
 
+class StorageError(FaultError):
+    """The run folder could not be written to while the run went on: a full disk, or a folder that is gone."""
+
+    exit_code = 3
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where a rank runs. gpu: the physical id, or empty on CPU. ordinal: its index among the process's visible

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Any
 from configs.compose import to_mapping
 from configs.faults import Fault, FaultError
 from configs.schema import RunConfig
-from parallel.events import RequestRan, Step
+from parallel.events import Artefact, RequestRan, Step
 from runtime import ray_api
 from runtime.check import raise_if_any, read_image
-from runtime.errors import PlacementError, RankError, RankPlace, TerminatedError
+from runtime.errors import PlacementError, RankError, RankPlace, StorageError, TerminatedError
 from runtime.progress import Progress, make_progress, print_selection
 from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
@@ -32,6 +34,7 @@ class _Recorder(Observer):
 
     def __init__(self, config: RunConfig, path: Path | None, progress: Progress, request: Request) -> None:
         self.folder: RunFolder | None = None
+        self.storage_fault: Fault | None = None
         self.session = Session(config, observer=self)
         self._config = config
         self._path = path
@@ -47,19 +50,78 @@ class _Recorder(Observer):
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
         self.folder = RunFolder.create(self._path, self._began)
-        # Given back with --config, it makes a new run, in a folder of its own.
-        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        self.folder.write_config(mapping, registered=self.session.registrations)
+        self._store(self._write_config)
         self.write_reports("running")
 
     def on_event(self, rank: int, event: Any) -> None:
-        if self.folder is not None:
-            self.folder.append(rank, event)
+        self._store(lambda folder: folder.append(rank, event))
+        if isinstance(event, Artefact) and event.name == "latents":  # at once: decoding may fail
+            self._store(lambda folder: folder.write_latents(event.array))
         self._progress.on_event(rank, event)
         if isinstance(event, RequestRan):
             self._ran[rank] = event
         elif isinstance(event, Step):
             self._steps[rank].append(event)
+
+    def write_outputs(self, generations: Sequence[Generation]) -> None:
+        """The sheets and videos of finished requests; frames that cannot be encoded are kept as an array."""
+        for index, generation in enumerate(generations):
+            if generation.frames is not None:
+                self._write_frames(index, generation.frames, generation.request.fps)
+
+    def _write_frames(self, index: int, frames: Any, fps: int) -> None:
+        try:
+            self._store(lambda folder: folder.write_frames(frames, fps, self._config.run.outputs, index))
+        except StorageError:
+            raise
+        except FaultError:
+            self._store(lambda folder: folder.write_raw_frames(frames, index))
+            self._progress.message("no video could be encoded; the frames are in frames.npy")
+            raise
+
+    def _write_config(self, folder: RunFolder) -> None:
+        # Given back with --config, it makes a new run, in a folder of its own.
+        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
+        folder.write_config(mapping, registered=self.session.registrations)
+
+    def _store(self, write: Callable[[RunFolder], object]) -> None:
+        """Write to the run folder; if that fails, go on in another one, so that a long run is not lost.
+
+        Raises:
+            StorageError: the other folder cannot be written to either.
+        """
+        if self.folder is None:
+            return
+        try:
+            write(self.folder)
+        except OSError as error:
+            if self.storage_fault is not None:
+                raise StorageError([self.storage_fault]) from error
+            self._move(error)
+            self._store(write)
+
+    def _move(self, error: OSError) -> None:
+        """Replace a run folder that cannot be written to any more."""
+        if self.folder is None:
+            raise RuntimeError("there is no run folder to replace")
+        lost, reason = self.folder, error.strerror or str(error)
+        rule, remedy = (
+            f"it could not be written to during the run ({reason})",
+            "free disk space, or name another folder",
+        )
+        self.storage_fault = Fault("run.dir", str(lost.path), rule, remedy)
+        try:
+            path = Path(tempfile.mkdtemp(prefix=f"raylysses-{lost.path.name}-"))
+        except OSError as second:
+            raise StorageError([self.storage_fault]) from second
+        with contextlib.suppress(OSError):  # a file that could not be flushed fails again
+            lost.close()
+        self.folder = RunFolder(path)
+        self.storage_fault = Fault(
+            "run.dir", str(lost.path), f"{rule}; what the run made since then is in {path}", remedy
+        )
+        self._progress.message(str(self.storage_fault))
+        self._store(self._write_config)
 
     def write_reports(self, status: Status, error: BaseException | None = None) -> None:
         """summary.json and selection.json as they stand; nothing if the run has not come so far as to have a folder."""
@@ -67,24 +129,24 @@ class _Recorder(Observer):
             return
         steps = {rank: tuple(events) for rank, events in self._steps.items()}
         asked, session = self._request, self.session
-        self.folder.write_summary(
-            summary(
-                status=status,
-                world_size=session.world_size,
-                device=session.device.label if session.device is not None else "",
-                ranks=session.places,
-                requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
-                elapsed_s=self.elapsed_s,
-                versions=versions(),
-                error=None if error is None else failure_of(error),
-            )
+        content = summary(
+            status=status,
+            world_size=session.world_size,
+            device=session.device.label if session.device is not None else "",
+            ranks=session.places,
+            requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
+            elapsed_s=self.elapsed_s,
+            versions=versions(),
+            error=None if error is None else failure_of(error),
         )
-        self.folder.write_selection(session.report)
-        self.folder.write_ray_log(session.ray_messages)
+        self._store(lambda folder: folder.write_summary(content))
+        self._store(lambda folder: folder.write_selection(session.report))
+        self._store(lambda folder: folder.write_ray_log(session.ray_messages))
         if isinstance(error, RankError):
             for trouble in (error.trouble, *error.consequences):
                 if trouble.traceback:
-                    self.folder.write_traceback(trouble.place.rank, trouble.traceback)
+                    rank, text = trouble.place.rank, trouble.traceback
+                    self._store(lambda folder, rank=rank, text=text: folder.write_traceback(rank, text))  # type: ignore[misc]
             if error.trouble.traceback:
                 name = f"rank{error.trouble.place.rank}.traceback.txt"
                 what = "traceback" if error.trouble.kind == "raised" else "full report"
@@ -107,23 +169,33 @@ def generate(config: RunConfig) -> Path:
         recorder = _Recorder(config, path, progress, request)
         session = recorder.session
         try:
-            with session:
-                (generation,) = session.generate([request])
-            folder = _write_outputs(generation, config, recorder)
+            try:
+                with session:
+                    session.generate([request])
+            finally:
+                recorder.write_outputs(session.finished)
+            recorder.write_reports("done")
+            if recorder.storage_fault is not None:
+                raise StorageError([recorder.storage_fault])
         except BaseException as error:
             with signals_held():
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
-                recorder.write_reports("interrupted" if stopped else "failed", error)
+                try:
+                    recorder.write_reports("interrupted" if stopped else "failed", error)
+                except StorageError as second:  # the first error is the one to report
+                    progress.message(str(second))
             if recorder.folder is not None:
                 progress.message(f"what the run recorded until then is in {recorder.folder.path}")
             raise
         finally:
             if recorder.folder is not None:
-                recorder.folder.close()
-        recorder.write_reports("done")
+                with contextlib.suppress(OSError):  # every line was flushed when it was written
+                    recorder.folder.close()
         progress.message(f"done in {recorder.elapsed_s:.0f} s")
     print_selection(session.report, sys.stdout)
-    return folder.path
+    if recorder.folder is None:
+        raise RuntimeError("a session that has generated had no places")
+    return recorder.folder.path
 
 
 def _checked_request(config: RunConfig, path: Path | None) -> Request:
@@ -152,14 +224,3 @@ def _checked_request(config: RunConfig, path: Path | None) -> Request:
         faults += error.faults
     raise_if_any(faults, lacking)
     return request
-
-
-def _write_outputs(generation: Generation, config: RunConfig, recorder: _Recorder) -> RunFolder:
-    folder = recorder.folder
-    if folder is None:
-        raise RuntimeError("a session that has generated had no places")
-    if generation.frames is not None:
-        folder.write_frames(generation.frames, generation.request.fps, config.run.outputs)
-    if generation.latents is not None:
-        folder.write_latents(generation.latents)
-    return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -127,10 +129,21 @@ def _connect(config: RunConfig, starter: StarterThread) -> None:
         try:
             starter.run(lambda: ray_api.connect(address, ranks))
         except Exception as error:  # Ray raises anything here, bare Exception included
-            rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({_first_line(error)})"
+            reason = _whole_reason(error)
+            rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({reason})"
+            remedy = _start_remedy(reason) if is_local(config) else remedy
             raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _whole_reason(error: Exception) -> str:
+    """Type and text of what Ray raised, as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
+
+
+def _start_remedy(reason: str) -> str:
+    """The way out for a cluster of the run's own; cluster.address=local is in use already."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if "AF_UNIX" in reason:
+        return f"set RAY_TMPDIR to a short path, such as /tmp: Ray's socket names under {folder} are too long"
+    return f"look at Ray's logs under {folder}/ray, or start one with `ray start --head` and give its HOST:PORT"

@@ -161,11 +161,26 @@ class RunFolder:
     def write_latents(self, array: Any, request: int = 0) -> Path:
         """latents.safetensors with one tensor, `latents`, in the array's dtype (numpy has no bfloat16; use float32)."""
         import numpy as np
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         path = self._named("latents", ".safetensors", request)
         part = path.with_name(f".{path.name}.part")
-        save_file({"latents": np.ascontiguousarray(array)}, part)
+        try:
+            save_file({"latents": np.ascontiguousarray(array)}, part)
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(str(error)) from error
+        os.replace(part, path)
+        return path
+
+    def write_raw_frames(self, frames: Any, request: int = 0) -> Path:
+        """frames.npy: uint8 [F, H, W, 3], for frames that no encoder could make a video of."""
+        import numpy as np
+
+        path = self._named("frames", ".npy", request)
+        part = path.with_name(f".{path.name}.part")
+        with part.open("wb") as file:
+            np.save(file, frames)
         os.replace(part, path)
         return path
 

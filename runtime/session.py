@@ -12,7 +12,7 @@ from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.arguments import AttentionArgument, attention_settings
 from configs.schema import ModelConfig, RunConfig
-from parallel.events import Artefact, AttentionRan
+from parallel.events import Artefact, AttentionRan, RequestRan
 from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, RankPlace
 from runtime.live import LiveRanks
@@ -34,6 +34,9 @@ class Observer:
 
     def on_event(self, rank: int, event: Any) -> None:
         """An event of a rank (`parallel.events`), as it arrives."""
+
+    def on_generation(self, index: int, generation: Generation) -> None:
+        """Every rank has finished request `index` of the call; later requests may still fail."""
 
 
 class Session:
@@ -74,6 +77,7 @@ class Session:
         self._live = LiveRanks(config, self._observer.on_message)
         self._folder: FolderFacts | None = None
         self._ran: list[tuple[int, AttentionRan]] = []
+        self._finished: list[Generation] = []
 
     def __enter__(self) -> Session:
         if self._live.group.running:
@@ -109,6 +113,11 @@ class Session:
         return self._registry.registrations()
 
     @property
+    def finished(self) -> tuple[Generation, ...]:
+        """The requests of the last `generate` call that every rank finished, in order, also if the call raised."""
+        return tuple(self._finished)
+
+    @property
     def report(self) -> SelectionReport:
         """What every rank's layers have run so far, merged."""
         return merge(self._ran, self.world_size)
@@ -123,7 +132,7 @@ class Session:
         """Serve the requests in order. Raises FaultError if one cannot be served, before any rank starts on one.
 
         Whatever it raises once ranks have started on them, RankError and KeyboardInterrupt included, has stopped the
-        ranks: enter the session anew.
+        ranks: enter the session anew. `finished` then has what was complete.
         """
         if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
             raise TypeError(f"generate takes a list of Request, not {_kinds(requests)}; see raylysses.request_of")
@@ -135,6 +144,8 @@ class Session:
         folder = self.check()
         raise_if_any(fault for request in requests for fault in request_faults(request, folder))
         made: dict[int, dict[str, Any]] = {index: {} for index in range(len(requests))}
+        waiting = dict.fromkeys(range(len(requests)), self.world_size)
+        self._finished = []
 
         def on_event(rank: int, event: Any) -> None:
             if isinstance(event, AttentionRan):
@@ -142,6 +153,12 @@ class Session:
             elif isinstance(event, Artefact):
                 made[event.request][event.name] = event.array
             self._observer.on_event(rank, event)
+            if isinstance(event, RequestRan):
+                waiting[event.request] -= 1
+                if waiting[event.request] == 0:
+                    generation = Generation(requests[event.request], **made[event.request])
+                    self._finished.append(generation)
+                    self._observer.on_generation(event.request, generation)
 
         try:
             with terminated_by_signal():
@@ -152,7 +169,7 @@ class Session:
         except BaseException as error:  # other ranks may wait for one that is gone
             self._live.close(error)
             raise
-        return [Generation(request, **made[index]) for index, request in enumerate(requests)]
+        return list(self._finished)
 
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""

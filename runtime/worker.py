@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,8 +165,14 @@ class Rank(Member):
             forwards={name: forwards for name, (_, forwards) in taken.items()},
             seconds=dict(clock.seconds),
             rows={model.name: model.rows for model in self._models},
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else 0,
+            peak_memory_bytes=(torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else peak_process_bytes()),
         )
+
+
+def peak_process_bytes() -> int:
+    """The largest resident set of this process so far, in bytes; it cannot be reset between requests."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def bind_to_interface(host: str) -> None:

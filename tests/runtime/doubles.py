@@ -19,6 +19,7 @@ from parallel.events import Event
 from parallel.plan import ExchangeCounts
 from parallel.transport.base import Peers, Transport
 from parallel.transport.torch_dist import TorchTransport
+from runtime.requests import Request
 from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
 
@@ -165,3 +166,12 @@ class SkippingRank(Rank):
 class IdentityRank(Rank):
     def open_transport(self) -> Transport:
         return _IdentityTransport(self.mesh)
+
+
+class SecondRequestFails(Rank):
+    """Raises at the second request of a call, after the first is finished."""
+
+    def _generate(self, index: int, request: Request, emit: Callable[[Any], None]) -> None:
+        if index == 1:
+            raise ArithmeticError("the second request fails")
+        super()._generate(index, request, emit)

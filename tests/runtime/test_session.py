@@ -23,7 +23,7 @@ from configs.schema import RunConfig
 from parallel.events import AttentionRan
 from runtime.errors import DisagreementError, RankError
 from runtime.model_folder import folder_of
-from runtime.requests import Request, request_of
+from runtime.requests import Generation, Request, request_of
 from runtime.session import Observer, Session
 from tests.runtime.command import gone_within
 from tests.wan_folders import folder
@@ -364,3 +364,25 @@ def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:
         (second,) = session.generate([request])
 
     assert distance(first.latents, second.latents) == 0.0
+
+
+class _Finished(Observer):
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def on_generation(self, index: int, generation: Generation) -> None:
+        assert generation.latents is not None
+        self.indices.append(index)
+
+
+def test_a_request_that_fails_loses_no_finished_one() -> None:
+    config = config_of(TINY_WAN, 1)
+    first, observer = request_of(config), _Finished()
+    session = Session(config, observer=observer, worker="tests.runtime.doubles.SecondRequestFails")
+
+    with pytest.raises(RankError, match="the second request fails"), session:
+        session.generate([first, first])
+
+    assert [generation.request for generation in session.finished] == [first]
+    assert session.finished[0].latents is not None
+    assert observer.indices == [0]
