@@ -11,10 +11,10 @@ from typing import Any
 from backends.platforms.facts import (
     ANY_VERSION,
     DeviceFacts,
+    LocalNode,
     installed,
     is_version,
     local_device,
-    local_gpus,
     parse_device,
 )
 from backends.registry import Registry
@@ -94,8 +94,9 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     registry = Registry(config.attention.register)
     folder = read_folder(config.model.path, weights=False)
     raise_if_any(name_faults(config.attention, folder.models, registry))
-    facts = assumed_device(config, device, packages, registry)
-    gpus = len(local_gpus()) if device == "here" else 1
+    node = LocalNode()
+    facts = assumed_device(config, device, packages, registry, node)
+    gpus = len(node.gpus) if facts.platform == "cuda" and device == "here" else 1
     limit = CPU_RANKS if facts.platform == "cpu" else max(gpus, 1)
     world_size = default_world_size(config.parallel, folder.heads, limit)
     dtype = settle_dtype(config, facts.platform)
@@ -104,7 +105,8 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     rows = [(role.model, role.selection, role.strategy, role.layers) for role in selected]
     assumed = {
         "model": config.model.path,
-        "device": facts.label + (" (this machine)" if device == "here" else " (assumed)"),
+        "device": facts.label
+        + (f" (this machine{'; ' + node.notice if node.notice else ''})" if device == "here" else " (assumed)"),
         "packages": _package_text(facts, packages),
         "ranks": f"{world_size}"
         + ("" if config.parallel.world_size else " (set parallel.world_size for another number)"),
@@ -133,7 +135,7 @@ def _alternatives(selected: Iterable[RoleSelection], device: DeviceFacts, regist
                 yield Alternative(role.model, role.selection.role, name, rules)
 
 
-def assumed_device(config: RunConfig, device: str, packages: str, registry: Registry) -> DeviceFacts:
+def assumed_device(config: RunConfig, device: str, packages: str, registry: Registry, node: LocalNode) -> DeviceFacts:
     """The facts that `--device` and `--packages` state. Raises FaultError for what they cannot mean."""
     known = probed_packages(registry)
     versions = {} if packages == "none" else installed(known)
@@ -146,8 +148,8 @@ def assumed_device(config: RunConfig, device: str, packages: str, registry: Regi
             rule = f"is not the platform of --device {device}"
             raise FaultError([Fault("run.device", wanted, rule, "leave one of the two out")])
         return facts
-    platform = ("cuda" if local_gpus() else "cpu") if wanted == "auto" else wanted
-    facts = local_device(platform, known)
+    platform = ("cuda" if node.gpus else "cpu") if wanted == "auto" else wanted
+    facts = local_device(platform, known, node)
     return replace(facts, packages=versions, all_packages=packages == "all")
 
 

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from backends.platforms.facts import LocalNode
 from configs.compose import to_mapping
 from configs.faults import Fault, FaultError
 from configs.schema import RunConfig
@@ -32,10 +33,12 @@ from runtime.video import encoder_fault
 class _Recorder(Observer):
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
-    def __init__(self, config: RunConfig, path: Path | None, progress: Progress, request: Request) -> None:
+    def __init__(
+        self, config: RunConfig, path: Path | None, progress: Progress, request: Request, node: LocalNode
+    ) -> None:
         self.folder: RunFolder | None = None
         self.storage_fault: Fault | None = None
-        self.session = Session(config, observer=self)
+        self.session = Session(config, observer=self, node=node)
         self._config = config
         self._path = path
         self._progress = progress
@@ -161,12 +164,13 @@ def generate(config: RunConfig) -> Path:
     """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
     with terminated_by_signal(), make_progress(1) as progress:
         path = Path(config.run.dir).absolute() if config.run.dir is not None else None
-        request = _checked_request(config, path)
+        node = LocalNode()
+        request = _checked_request(config, path, node)
         if config.run.dir is None and ray_api.inside_job():
             progress.message(
                 "run.dir is not set: the run goes into the job's working directory, which Ray deletes some day"
             )
-        recorder = _Recorder(config, path, progress, request)
+        recorder = _Recorder(config, path, progress, request, node)
         session = recorder.session
         try:
             try:
@@ -198,7 +202,7 @@ def generate(config: RunConfig) -> Path:
     return recorder.folder.path
 
 
-def _checked_request(config: RunConfig, path: Path | None) -> Request:
+def _checked_request(config: RunConfig, path: Path | None, node: LocalNode) -> Request:
     """The request, if nothing that can be known before anything starts speaks against it.
 
     Raises:
@@ -212,7 +216,7 @@ def _checked_request(config: RunConfig, path: Path | None) -> Request:
     lacking: list[Fault] = []
     request = request_of(config, image)
     try:
-        Session(config).check([request])
+        Session(config, node=node).check([request])
     except PlacementError as error:
         lacking += error.faults
     except FaultError as error:

@@ -58,6 +58,8 @@ class LiveRanks:
         chosen = "" if config.parallel.world_size else " (parallel.world_size=auto)"
         ranks = "1 rank" if ground.world_size == 1 else f"{ground.world_size} ranks"
         self._tell(f"{ranks} on {ground.device.label}, {ground.dtype}{chosen}")
+        if ground.notice:
+            self._tell(ground.notice)
         self.group.place(ground.world_size, ground.device.platform, ground.nodes)
         on_placed(self.group.places)
         self._tell("importing torch and the model's library on every rank")

@@ -59,6 +59,8 @@ def _way_to(path: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith(".") or Path(path).parent.exists():
         return GIVE_FOLDER
     name = path.rpartition("/")[2]
+    if "wan" not in name.casefold():
+        return f"{GIVE_FOLDER}; models of the Wan 2.1 and 2.2 families are served ({' or '.join(PIPELINES)})"
     return f"for a model of the Hugging Face Hub, run `hf download {path} --local-dir {name}`; then model.path={name}"
 
 

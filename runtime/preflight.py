@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.platforms.facts import DeviceFacts, installed, local_device, local_gpus
+from backends.platforms.facts import DeviceFacts, LocalNode, installed, local_device
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
@@ -24,12 +24,13 @@ from runtime.source import ROOT, own_sources, shadow_message, shadows
 
 @dataclass(frozen=True)
 class Ground:
-    """What a run stands on. device: of the ranks, as far as the driver can know it."""
+    """What a run stands on. device: of the ranks, as far as the driver can know it. notice: why they use no GPU."""
 
     device: DeviceFacts
     world_size: int
     dtype: str
     nodes: tuple[ray_api.Node, ...]
+    notice: str = ""
 
 
 def refuse_shadows() -> None:
@@ -39,7 +40,9 @@ def refuse_shadows() -> None:
         raise FaultError(Fault("import", *shadow_message(name, path)) for name, path in shadowing)
 
 
-def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: Registry) -> FolderFacts:
+def check_without_ray(
+    config: RunConfig, requests: Sequence[Request], registry: Registry, node: LocalNode
+) -> FolderFacts:
     """Check everything that needs neither a cluster nor torch.
 
     Returns:
@@ -50,7 +53,7 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
         PlacementError: if nothing but resources is lacking.
     """
     refuse_shadows()
-    device, lacking = _device_here(config, registry) if is_local(config) else (None, [])
+    device, lacking = _device_here(config, registry, node) if is_local(config) else (None, [])
     try:
         folder = read_folder(config.model.path)
     except FaultError as error:
@@ -70,57 +73,58 @@ def check_without_ray(config: RunConfig, requests: Sequence[Request], registry: 
     return folder
 
 
-def _device_here(config: RunConfig, registry: Registry) -> tuple[DeviceFacts | None, list[Fault]]:
+def _device_here(config: RunConfig, registry: Registry, node: LocalNode) -> tuple[DeviceFacts | None, list[Fault]]:
     """This node's device, which a local cluster's ranks will have, and the resources that the run lacks here."""
     try:
-        device = _local_device(config.run.device, registry)
+        device = _local_device(config.run.device, registry, node)
     except PlacementError as error:
         return None, list(error.faults)
     world_size = least_world_size(config.parallel)
-    if device.platform == "cuda" and world_size > len(local_gpus()):
-        rule = f"this node has {len(local_gpus())} GPUs, and a rank takes a whole one"
-        remedy = f"use at most {len(local_gpus())}, or run.device=cpu"
+    if device.platform == "cuda" and world_size > len(node.gpus):
+        rule = f"this node has {len(node.gpus)} GPUs, and a rank takes a whole one"
+        remedy = f"use at most {len(node.gpus)}, or run.device=cpu"
         return device, [Fault("parallel.world_size", world_size, rule, remedy)]
     return device, []
 
 
-def survey(config: RunConfig, folder: FolderFacts, registry: Registry) -> Ground:
+def survey(config: RunConfig, folder: FolderFacts, registry: Registry, node: LocalNode | None = None) -> Ground:
     """What the connected cluster gives the run. Raises PlacementError for what it lacks, FaultError for what cannot
     be served on it.
     """
-    ground = survey_ranks(config, folder.heads, registry)
+    ground = survey_ranks(config, folder.heads, registry, node)
     raise_if_any(select_roles(config, folder, ground.device, ground.dtype, ground.world_size, registry)[1])
     return ground
 
 
-def survey_ranks(config: RunConfig, heads: int, registry: Registry) -> Ground:
+def survey_ranks(config: RunConfig, heads: int, registry: Registry, node: LocalNode | None = None) -> Ground:
     """The ranks that the connected cluster gives, and their dtype, whatever they are going to compute. heads: an
     automatic number of ranks divides them. Raises PlacementError.
     """
     nodes = ray_api.nodes()
-    device = _local_device(config.run.device, registry) if is_local(config) else _probe(config, nodes, registry)
+    node = node or LocalNode()
+    local = is_local(config)
+    device = _local_device(config.run.device, registry, node) if local else _probe(config, nodes, registry)
     free_gpus = int(ray_api.free("GPU")) if device.platform == "cuda" else 0
     world_size = choose_world_size(config, device.platform, heads, free_gpus)
     fault = feasibility_fault(world_size, device.platform, nodes)
     if fault is not None:
         raise PlacementError([fault])
-    return Ground(device, world_size, settle_dtype(config, device.platform), nodes)
+    return Ground(device, world_size, settle_dtype(config, device.platform), nodes, node.notice)
 
 
-def _local_device(wanted: str, registry: Registry) -> DeviceFacts:
-    platform = local_platform(wanted)
-    if platform == "cuda" and not local_gpus():
-        rule = "this node has no NVIDIA GPU that nvidia-smi can see"
-        raise PlacementError([Fault("run.device", wanted, rule, "use run.device=cpu", ("cpu",))])
-    return local_device(platform, probed_packages(registry))
+def _local_device(wanted: str, registry: Registry, node: LocalNode) -> DeviceFacts:
+    platform = local_platform(wanted, node)
+    if platform == "cuda" and not node.gpus:
+        raise PlacementError([Fault("run.device", wanted, node.no_gpu_rule, "use run.device=cpu", ("cpu",))])
+    return local_device(platform, probed_packages(registry), node)
 
 
-def local_platform(wanted: str) -> str:
+def local_platform(wanted: str, node: LocalNode) -> str:
     """The platform of this node's ranks: what is wanted, or `cuda` if there is a GPU and torch is built for it."""
     if wanted != AUTO:
         return wanted
     torch_is_cpu_build = installed(["torch"]).get("torch", "").endswith("+cpu")
-    return "cuda" if not torch_is_cpu_build and local_gpus() else "cpu"
+    return "cuda" if not torch_is_cpu_build and node.gpus else "cpu"
 
 
 def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry) -> DeviceFacts:

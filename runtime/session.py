@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from backends.platforms.facts import DeviceFacts
+from backends.platforms.facts import DeviceFacts, LocalNode
 from backends.registry import Registry
 from configs.arguments import AttentionArgument, attention_settings
 from configs.schema import ModelConfig, RunConfig
@@ -51,6 +51,7 @@ class Session:
             keeps it.
         observer: is notified of messages, placement and events.
         worker: dotted path of the class that does a rank's work.
+        node: what is known of this node's GPUs, for sessions that share it; None asks nvidia-smi, if it is needed.
 
     Raises:
         FaultError: a configuration or a request that cannot be served.
@@ -65,6 +66,7 @@ class Session:
         attention: AttentionArgument = None,
         observer: Observer | None = None,
         worker: str = "runtime.worker.Rank",
+        node: LocalNode | None = None,
     ) -> None:
         if attention is not None:
             config = replace(config, attention=attention_settings(attention))
@@ -73,6 +75,7 @@ class Session:
         self.world_size = 0
         self._observer = observer if observer is not None else Observer()
         self._worker = worker
+        self._node = node or LocalNode()
         self._registry = Registry(config.attention.register)
         self._live = LiveRanks(config, self._observer.on_message)
         self._folder: FolderFacts | None = None
@@ -125,7 +128,7 @@ class Session:
     def check(self, requests: Sequence[Request] = ()) -> FolderFacts:
         """The model folder's facts, if nothing speaks against the run that can be known without Ray and torch."""
         if self._folder is None or requests:
-            self._folder = check_without_ray(self.config, requests, self._registry)
+            self._folder = check_without_ray(self.config, requests, self._registry, self._node)
         return self._folder
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -182,11 +185,13 @@ class Session:
         self._live = LiveRanks(self.config, self._observer.on_message)
         self._folder = None  # the model folder may have changed
         self._ran = []
+        if self.device is not None:
+            self._node = LocalNode()  # so may its GPUs
         self.device, self.world_size = None, 0
 
     def _start(self, folder: FolderFacts) -> None:
         ground = self._live.start(
-            lambda: survey(self.config, folder, self._registry), self._worker, self._observer.on_placed
+            lambda: survey(self.config, folder, self._registry, self._node), self._worker, self._observer.on_placed
         )
         self.device, self.world_size = ground.device, ground.world_size
         path = self.config.model.path

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from packaging.version import InvalidVersion, Version
@@ -75,22 +76,66 @@ def installed(distributions: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def local_gpus() -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """(name, compute capability, memory in bytes) of every NVIDIA GPU of this node, by nvidia-smi: no CUDA context is
-    made.
-    """
+Gpu = tuple[str, tuple[int, int], int]
+"""Name, compute capability, and memory in bytes."""
+
+
+@dataclass(frozen=True)
+class GpuQuery:
+    """The NVIDIA GPUs of a node. problem: why nvidia-smi is there and gave no answer; empty without a problem."""
+
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+
+
+class LocalNode:
+    """This node's GPUs, which nvidia-smi is asked for once, when they are first needed."""
+
+    @cached_property
+    def query(self) -> GpuQuery:
+        return query_gpus()
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.query.gpus
+
+    @property
+    def notice(self) -> str:
+        """What to tell a user whose run went to the CPU because nvidia-smi failed; empty if it was not asked."""
+        problem = self.query.problem if "query" in self.__dict__ else ""
+        return f"no GPU is used: {problem}; mend the driver, or set run.device=cpu" if problem else ""
+
+    @property
+    def no_gpu_rule(self) -> str:
+        return self.query.problem or "this node has no NVIDIA GPU that nvidia-smi can see"
+
+
+def local_gpus() -> tuple[Gpu, ...]:
+    """Every NVIDIA GPU of this node; none if nvidia-smi fails."""
+    return query_gpus().gpus
+
+
+def query_gpus(timeout_s: float = 30) -> GpuQuery:
+    """Ask nvidia-smi for this node's NVIDIA GPUs. No CUDA context is made."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return ()
+        return GpuQuery()
     query = [tool, "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError):
-        return ()  # a driver that does not answer has no usable GPU
-    return parse_gpus(answer)
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        said = " ".join((error.stderr or error.stdout or "").split())[:120]
+        return GpuQuery(problem=f"nvidia-smi failed with exit code {error.returncode}{f' ({said})' if said else ''}")
+    except subprocess.TimeoutExpired:
+        return GpuQuery(problem=f"nvidia-smi did not answer within {timeout_s:g} s")
+    except OSError as error:
+        return GpuQuery(problem=f"nvidia-smi cannot be started ({error.strerror})")
+    gpus = parse_gpus(answer)
+    unread = " ".join(answer.split())[:120] if not gpus else ""
+    return GpuQuery(gpus, f"nvidia-smi listed no usable GPU ({unread})" if unread else "")
 
 
-def parse_gpus(answer: str) -> tuple[tuple[str, tuple[int, int], int], ...]:
+def parse_gpus(answer: str) -> tuple[Gpu, ...]:
     """The rows of `nvidia-smi --query-gpu=name,compute_cap,memory.total`; rows it cannot read (`[N/A]`) are left
     out.
     """
@@ -105,15 +150,18 @@ def parse_gpus(answer: str) -> tuple[tuple[str, tuple[int, int], int], ...]:
     return tuple(rows)
 
 
-def local_device(platform: str, distributions: Iterable[str]) -> DeviceFacts:
-    """The facts of this node's first device of a platform. Raises FaultError if there is none."""
+def local_device(platform: str, distributions: Iterable[str], node: LocalNode | None = None) -> DeviceFacts:
+    """The facts of this node's first device of a platform. Raises FaultError if there is none.
+
+    node: what is known of this node's GPUs; without it, nvidia-smi is asked.
+    """
+    node = node or LocalNode()
     packages = MappingProxyType(installed(distributions))
     if platform == "cpu":
         return DeviceFacts("cpu", packages=packages)
-    gpus = local_gpus()
+    gpus = node.gpus
     if not gpus:
-        rule = "this node has no NVIDIA GPU that nvidia-smi can see"
-        raise FaultError([Fault("run.device", platform, rule, "use run.device=cpu", ("cpu",))])
+        raise FaultError([Fault("run.device", platform, node.no_gpu_rule, "use run.device=cpu", ("cpu",))])
     name, capability, memory = gpus[0]
     return DeviceFacts(platform, capability, name, memory, packages)
 

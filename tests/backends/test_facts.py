@@ -14,7 +14,17 @@ from types import MappingProxyType
 
 import pytest
 
-from backends.platforms.facts import DeviceFacts, installed, local_device, local_gpus, parse_device, parse_gpus
+from backends.platforms.facts import (
+    DeviceFacts,
+    GpuQuery,
+    LocalNode,
+    installed,
+    local_device,
+    local_gpus,
+    parse_device,
+    parse_gpus,
+    query_gpus,
+)
 from configs.faults import FaultError
 
 H200 = ("NVIDIA H200", (9, 0), 143771 << 20)
@@ -86,6 +96,35 @@ def test_a_tool_that_cannot_be_started_has_no_gpus(tmp_path: Path, monkeypatch: 
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert local_gpus() == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("echo broken driver >&2; exit 9", "nvidia-smi failed with exit code 9 (broken driver)"),
+        ("exec sleep 30", "nvidia-smi did not answer within 0.2 s"),
+        ("echo No devices were found", "nvidia-smi listed no usable GPU (No devices were found)"),
+        ("true", ""),
+    ],
+)
+def test_why_nvidia_smi_gave_no_gpus_is_said(nvidia_smi: Answer, body: str, problem: str) -> None:
+    nvidia_smi(body)
+    assert query_gpus(0.2 if "sleep" in body else 30) == GpuQuery(problem=problem)
+
+
+@pytest.mark.parametrize("body", ["exit 9", 'echo "NVIDIA H200, 9.0, 143771"'])
+def test_a_node_is_asked_for_its_gpus_once(nvidia_smi: Answer, body: str) -> None:
+    arguments = nvidia_smi(f'echo call >> "$(dirname "$0")/calls"; {body}')
+    node = LocalNode()
+    assert node.notice == ""
+    for _ in range(3):
+        if node.gpus:
+            assert local_device("cuda", [], node).capability == (9, 0)
+        else:
+            with pytest.raises(FaultError, match="nvidia-smi failed with exit code 9"):
+                local_device("cuda", [], node)
+    assert ("exit code 9" in node.notice) == (body == "exit 9")
+    assert (arguments.parent / "calls").read_text(encoding="utf-8") == "call\n"
 
 
 def test_a_node_without_the_tool_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -218,3 +219,14 @@ def test_a_misspelled_command_or_option_gets_the_right_one(arguments: tuple[str,
     assert outcome.code == 2
     assert message in outcome.err
     assert outcome.err.count("error: ") == 1
+
+
+def test_a_failing_nvidia_smi_is_asked_once_and_named(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho call >> "{tmp_path}/calls"\necho broken driver >&2\nexit 9\n')
+    tool.chmod(0o755)
+    outcome = raylysses("explain", environ={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+
+    assert outcome.code == 0, outcome.err
+    assert "no GPU is used: nvidia-smi failed with exit code 9 (broken driver)" in outcome.out
+    assert (tmp_path / "calls").read_text() == "call\n"

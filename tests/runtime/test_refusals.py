@@ -32,6 +32,7 @@ def refuse(*settings: str, cwd: Path = CHECKOUT, environ: Mapping[str, str] | No
         ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
         ("model.path=no/such/folder", "there is no such folder"),
         ("model.path=~/no-such-folder", f"model.path={Path.home()}/no-such-folder: there is no such folder"),
+        ("model.path=black-forest-labs/FLUX.1-dev", "models of the Wan 2.1 and 2.2 families are served"),
         ("model.path=Some-Org/Wan-5B", "run `hf download Some-Org/Wan-5B --local-dir Wan-5B`; then model.path=Wan-5B"),
         ("generate.image=no.png", "it cannot be read"),
         ("generate.guidance_2=3", "the model has one stage"),
