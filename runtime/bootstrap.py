@@ -110,6 +110,16 @@ def probe(distributions: tuple[str, ...], expected: dict[str, tuple[str, str] | 
     return {"sources": sources, "gpus": local_gpus(), "packages": installed(distributions)}
 
 
+def process_state(pid: int) -> str:
+    """What the operating system says of a process of this node: `stopped`, `running`, `sleeping`, ..., or `gone`."""
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
 def _find_project(root: str) -> None:
     """Where nothing on the path bears our names, take the driver's copy if this node has one."""
     importlib.invalidate_caches()

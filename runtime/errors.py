@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.faults import FaultError
@@ -115,20 +116,42 @@ class WrongResultError(Exception):
 
 
 class StallError(Exception):
-    """No rank reported anything for too long. last: what each rank was doing."""
+    """Ranks reported nothing for too long.
+
+    Attributes:
+        timeout_s: The limit, in seconds.
+        last: What each rank was doing, a line each.
+        stuck: The ranks that hold up the others; empty if all ranks wait for each other.
+        stacks: The last Python stack of each rank that could send one, by rank.
+    """
 
     exit_code = 5
 
-    def __init__(self, timeout_s: float, last: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        last: tuple[str, ...],
+        stuck: tuple[int, ...] = (),
+        stacks: Mapping[int, str] | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self.last = last
-        super().__init__(timeout_s, last)
+        self.stuck = stuck
+        self.stacks = dict(stacks or {})
+        super().__init__(timeout_s, last, stuck, self.stacks)
 
     def __str__(self) -> str:
         listed = "\n  ".join(self.last)
+        ranks = ", ".join(map(str, self.stuck))
+        if len(self.stuck) == 1:
+            who = f"rank {ranks} is stuck: it reported nothing for so long, and the others wait for it"
+        elif self.stuck:
+            who = f"ranks {ranks} are stuck: they reported nothing for so long"
+        else:
+            who = "no rank reported anything for so long, and all of them wait for each other"
         return (
-            f"cluster.stall_timeout_s={self.timeout_s:g}: no rank reported anything for so long; raise it if a load or "
-            f"a step takes longer here. Last seen:\n  {listed}"
+            f"cluster.stall_timeout_s={self.timeout_s:g}: {who}; raise it if a load or a step takes longer here. "
+            f"Last seen:\n  {listed}"
         )
 
 

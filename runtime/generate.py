@@ -20,7 +20,7 @@ from configs.schema import RunConfig
 from parallel.events import Artefact, RequestRan, Step
 from runtime import ray_api
 from runtime.check import raise_if_any, read_image
-from runtime.errors import PlacementError, RankError, RankPlace, StorageError, TerminatedError
+from runtime.errors import PlacementError, RankError, RankPlace, StallError, StorageError, TerminatedError
 from runtime.progress import Progress, make_progress, print_selection
 from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
@@ -145,6 +145,10 @@ class _Recorder(Observer):
         self._store(lambda folder: folder.write_summary(content))
         self._store(lambda folder: folder.write_selection(session.report))
         self._store(lambda folder: folder.write_ray_log(session.ray_messages))
+        if isinstance(error, StallError):
+            for rank, stack in error.stacks.items():
+                self._store(lambda folder, rank=rank, stack=stack: folder.write_traceback(rank, stack))  # type: ignore[misc]
+                error.add_note(f"the stack of rank {rank} is in {self.folder.path}/ranks/rank{rank}.traceback.txt")
         if isinstance(error, RankError):
             for trouble in (error.trouble, *error.consequences):
                 if trouble.traceback:

@@ -185,6 +185,22 @@ def probe_node(
     return answer
 
 
+def process_state(node_id: str, pid: int, timeout_s: float = 3.0) -> str:
+    """The state of a process on a node (see `runtime.bootstrap.process_state`); `unknown` if the node does not answer.
+
+    A task asks for it, because a stopped process cannot answer itself.
+    """
+    if node_id == driver_node():
+        return bootstrap.process_state(pid)
+    _send_by_value()
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    task = ray.remote(bootstrap.process_state).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        return str(ray.get(task.remote(pid), timeout=timeout_s))
+    except ray.exceptions.RayError:  # GetTimeoutError, too
+        return "unknown"
+
+
 class Placement:
     """The reserved resources of all ranks: one bundle each."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.events import Phase, Step
 from parallel.transport.errors import ExchangeError, ExchangeSizeError
 from runtime.errors import RankError, RankPlace, RankTrouble, StallError
-from runtime.ray_api import Died, Ended, Raised, Stream, Yielded, is_alive, ready
+from runtime.ray_api import Died, Ended, Raised, Stream, Yielded, is_alive, process_state, ready
+from runtime.stuck import BEAT_S, Beat, stuck_ranks
 
 GRACE_S = 1.5
 POLL_S = 0.5
@@ -81,32 +82,51 @@ class Supervisor:
         self._on_event = on_event
         self._stall_timeout_s = stall_timeout_s
         self._doing = ["start"] * len(places)
+        self._reported = [0.0] * len(places)
+        # Also counts that a rank waited for others, which is no fault of its own.
+        self._advanced = [0.0] * len(places)
+        self._beats: dict[int, tuple[Beat, float]] = {}
 
     def drive(self, streams: Sequence[Stream]) -> None:
         """Pass on every event until all streams have ended.
 
         Raises RankError as soon as a rank is lost or raises (after a short wait for the cause, if what came first is
-        only a consequence), and StallError if nothing comes for too long. The caller stops the other ranks.
+        only a consequence), and StallError if a rank reports nothing for too long and does not wait for others, or if
+        no rank reports anything. The caller stops the other ranks.
         """
         open_streams = dict(enumerate(streams))
         failures: list[_Failure] = []
-        quiet_since = began = time.monotonic()
+        began = looked = awake_since = time.monotonic()
+        self._reported, self._advanced = [began] * len(self._places), [began] * len(self._places)
         deadline: float | None = None
         while open_streams and (deadline is None or time.monotonic() < deadline):
             arrived = ready(list(open_streams.values()), POLL_S if deadline is None else 0.1)
             now = time.monotonic()
-            if arrived:
-                quiet_since = now
-            elif deadline is None and now - quiet_since > self._stall_timeout_s:
-                raise StallError(self._stall_timeout_s, tuple(map(self._last_seen, range(len(self._places)))))
             for rank in [rank for rank, stream in open_streams.items() if stream in arrived]:
                 failure = self._advance(rank, open_streams)
                 if failure is not None:
                     failures.append(failure)
                     began = now if deadline is None else began
                     deadline = began + self._grace_s(failures)
+            # While this loop took a large artefact, the beats of the other ranks waited in their streams.
+            awake_since = now if now - looked > 2 * POLL_S else awake_since
+            looked = now
+            if deadline is None and now - awake_since > 3 * BEAT_S:
+                self._raise_if_stalled(open_streams, now)
         if failures:
             raise self._verdict(failures)
+
+    def _raise_if_stalled(self, ranks: Collection[int], now: float) -> None:
+        timeout_s = self._stall_timeout_s
+        all_silent = now - max(self._reported) > timeout_s
+        overdue = [rank for rank in ranks if all_silent or now - self._advanced[rank] > timeout_s]
+        beats = {rank: (beat, now - heard) for rank, (beat, heard) in self._beats.items()}
+        stuck = stuck_ranks(overdue, beats, min(3 * BEAT_S, timeout_s))
+        if not stuck and not all_silent:
+            return
+        last = tuple(self._last_seen(rank, stuck, beats) for rank in range(len(self._places)))
+        stacks = {rank: beat.stack for rank, (beat, _) in beats.items() if beat.stack}
+        raise StallError(self._stall_timeout_s, last, tuple(stuck), stacks)
 
     def _grace_s(self, failures: Sequence[_Failure]) -> float:
         """How long to wait for the cause after the first failure."""
@@ -115,7 +135,14 @@ class Supervisor:
 
     def _advance(self, rank: int, open_streams: dict[int, Stream]) -> _Failure | None:
         item = open_streams[rank].take()
+        if isinstance(item, Yielded) and isinstance(item.value, Beat):
+            self._beats[rank] = (item.value, time.monotonic())
+            if item.value.waits:  # its own time to compute begins when the wait ends
+                self._advanced[rank] = time.monotonic()
+            return None
+        self._reported[rank] = self._advanced[rank] = time.monotonic()
         if isinstance(item, Yielded):
+            self._beats.pop(rank, None)
             self._note(rank, item.value)
             self._on_event(rank, item.value)
             return None
@@ -148,8 +175,18 @@ class Supervisor:
         elif isinstance(event, Step):
             self._doing[rank] = f"denoise (after step {event.step} of {event.steps})"
 
-    def _last_seen(self, rank: int) -> str:
-        return f"{self._places[rank]}: {self._doing[rank]}"
+    def _last_seen(self, rank: int, stuck: Collection[int], beats: Mapping[int, tuple[Beat, float]]) -> str:
+        place = self._places[rank]
+        doing = f"{place}: {self._doing[rank]}"
+        if rank in beats and beats[rank][1] <= min(3 * BEAT_S, self._stall_timeout_s):
+            beat = beats[rank][0]
+            return f"{doing}, {'waits for other ranks' if beat.waits else 'busy'} in {beat.at}"
+        if rank not in stuck:
+            return doing
+        state = process_state(place.node_id, place.pid)
+        if state == "stopped":
+            return f"{doing}, its process is stopped (SIGSTOP); kill -CONT {place.pid} on its node resumes it"
+        return f"{doing}, does not answer (process state: {state}); code that holds the GIL keeps it from answering"
 
 
 def _shortened(text: str, limit: int) -> str:

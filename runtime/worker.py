@@ -9,6 +9,7 @@ import queue
 import resource
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_
 from runtime.requests import Request
 from runtime.resolve import resolved_roles
 from runtime.setup import RankSpec, Wired
+from runtime.stuck import BEAT_S, beat_of
 
 
 class Member:
@@ -204,11 +206,14 @@ _DONE = object()
 def in_thread(work: Callable[[Callable[[Any], None]], None], device: torch.device | None) -> Iterator[Any]:
     """What `work` emits, as it emits it, from a thread of its own; its exception, if it raises, is raised here.
 
-    A generator cannot yield from inside a pipeline's callback, and the driver wants each event when it happens.
+    A generator cannot yield from inside a pipeline's callback, and the driver wants each event when it happens. Where
+    the work emits nothing for a while, a `Beat` says that the process lives and what its work does.
     """
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threads: list[int] = []
 
     def body() -> None:
+        threads.append(threading.get_ident())
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)  # the current device is a property of the thread
@@ -218,6 +223,12 @@ def in_thread(work: Callable[[Callable[[Any], None]], None], device: torch.devic
 
     with ThreadPoolExecutor(1, thread_name_prefix="rank") as pool:
         outcome = pool.submit(body)
-        while (event := events.get()) is not _DONE:
+        while True:
+            try:
+                event = events.get(timeout=BEAT_S)
+            except queue.Empty:
+                event = beat_of(threads[0] if threads else 0)
+            if event is _DONE:
+                break
             yield event
         outcome.result()

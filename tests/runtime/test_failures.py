@@ -66,8 +66,26 @@ def test_a_stuck_rank_ends_the_run_as_stalled(tmp_path: Path, ray_cluster: str) 
 
     assert outcome.code == 5, outcome.err
     assert "cluster.stall_timeout_s=5" in outcome.err
+    assert "rank 1 is stuck" in outcome.err
     assert all(f"rank {rank} on" in outcome.err for rank in (0, 1))
+    assert "waits for other ranks in" in outcome.err
+    assert "busy in trouble (tests/runtime/doubles.py:" in outcome.err
     assert "denoise" in outcome.err
+    assert "time.sleep(3600)" in (run.folder / "ranks" / "rank1.traceback.txt").read_text()
+
+
+def test_a_stopped_process_ends_the_run_as_the_stuck_one(tmp_path: Path, ray_cluster: str) -> None:
+    run = Running(tmp_path / "run", (*LONG, "cluster.stall_timeout_s=8", f"cluster.address={ray_cluster}"))
+    run.wait_for_step(1)
+    victim = run.pids()[1]
+
+    os.kill(victim, signal.SIGSTOP)
+    outcome = run.finish(timeout=90)
+
+    assert outcome.code == 5, outcome.err
+    assert "rank 1 is stuck" in outcome.err
+    assert "its process is stopped (SIGSTOP)" in outcome.err
+    assert_nothing_left([victim])
 
 
 def test_a_rank_that_dies_while_it_imports_is_named_within_seconds(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from parallel.transport.errors import ExchangeError, ExchangeSizeError
 from runtime import supervisor as module
 from runtime.errors import DisagreementError, RankError, RankPlace, StallError, TerminatedError
 from runtime.ray_api import Died, Ended, Item, Raised, Yielded, trouble_of
+from runtime.stuck import Beat, beat_of
 from runtime.supervisor import Supervisor, classify
 
 PLACES = tuple(RankPlace(rank, "n", "10.0.0.1", "host", 100 + rank) for rank in range(3))
@@ -41,6 +43,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
         return due[:1]
 
     monkeypatch.setattr(module, "ready", ready)
+    monkeypatch.setattr(module, "process_state", lambda node_id, pid: "stopped")
     monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
 
     def run(
@@ -94,6 +97,54 @@ def test_silence_is_a_stall_that_says_what_each_rank_did(drive: Any) -> None:
 
     assert "decode" in caught.value.last[0]
     assert "start" in caught.value.last[1]
+
+
+WAITS = Beat(True, "", "all_to_all_single (torch/distributed/distributed_c10d.py:1)")
+WORKS = Beat(False, "the stack of rank 1", "trouble (tests/doubles.py:47)")
+
+
+def test_a_rank_that_sleeps_or_spins_is_named_with_its_stack_as_the_stuck_one(drive: Any) -> None:
+    beats = range(2, 40, 2)
+    with pytest.raises(StallError, match="rank 1 is stuck") as caught:
+        drive(
+            FakeStream(*((tick, Yielded(WAITS)) for tick in beats)),
+            FakeStream(*((tick, Yielded(WORKS)) for tick in beats)),
+            stall_timeout_s=10,
+        )
+
+    assert caught.value.stuck == (1,)
+    assert "waits for other ranks in all_to_all_single" in caught.value.last[0]
+    assert "busy in trouble (tests/doubles.py:47)" in caught.value.last[1]
+    assert caught.value.stacks[1] == "the stack of rank 1"
+
+
+def test_a_stopped_process_is_named_while_the_others_wait_for_it(drive: Any) -> None:
+    with pytest.raises(StallError, match="rank 1 is stuck") as caught:
+        drive(FakeStream(*((tick, Yielded(WAITS)) for tick in range(2, 40, 2))), FakeStream(), stall_timeout_s=10)
+
+    assert "its process is stopped (SIGSTOP); kill -CONT 101" in caught.value.last[1]
+
+
+def test_one_stuck_rank_ends_the_run_while_another_still_reports(drive: Any) -> None:
+    with pytest.raises(StallError, match="rank 1 is stuck"):
+        drive(FakeStream(*((tick, Yielded("event")) for tick in range(1, 90))), FakeStream(), stall_timeout_s=10)
+
+
+def test_a_rank_that_waits_long_for_one_that_reports_is_not_stuck(drive: Any) -> None:
+    reports = [(tick, Yielded("event")) for tick in range(1, 80, 5)]
+    waits = [(tick, Yielded(WAITS)) for tick in range(2, 80, 5)]
+
+    seen = drive(FakeStream(*reports, (79, Ended())), FakeStream(*waits, (79, Ended())), stall_timeout_s=10)
+
+    assert len(seen) == len(reports)
+
+
+def test_the_beat_of_a_thread_shows_where_it_is() -> None:
+    beat = beat_of(threading.get_ident())
+
+    assert not beat.waits
+    assert beat.at.startswith("beat_of (")
+    assert "test_supervisor.py" in beat.stack
 
 
 @pytest.mark.parametrize(
@@ -163,7 +214,7 @@ def test_errors_survive_pickling() -> None:
     trouble = module.trouble(PLACES[0], "load", Died("x"))
     for error in (
         RankError(trouble, (trouble,)),
-        StallError(3.0, ("a",)),
+        StallError(3.0, ("a",), (1,), {1: "stack"}),
         DisagreementError(("a", "b")),
         TerminatedError(15),
     ):
