@@ -161,7 +161,7 @@ class ClusterConfig(NamedFields):
 
     address: `local` starts a cluster of this run's own (inside a Ray job: the job's); HOST:PORT joins one.
     start_timeout_s: how long the ranks' resources may take to become free, in seconds.
-    stall_timeout_s: how many seconds a rank may report nothing while it does not wait for others, or all ranks together.
+    stall_timeout_s: how many seconds a rank may report nothing without waiting for others, or all ranks together.
     """
 
     address: str = "local"
