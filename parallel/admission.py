@@ -1,17 +1,17 @@
-"""Calls of layers outside a model's own forward: the ranks agree on the first call with each plan, and its later calls
-keep to what was agreed on then.
+"""Calls of layers outside a model's own forward: the ranks agree on the first call with each plan, and every later call
+with it has to match that agreement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from backends.interface import AttentionMetadata
 from configs.faults import FaultError
-from parallel.agreement import CallFacts, RankDisagreementError, agree, features_text, streams_text
+from parallel.agreement import CallFacts, Carried, RankDisagreementError, agree, streams_text
 from parallel.calls import CallRules, records_gradient
 from parallel.mesh import Mesh
 from parallel.plan import ShardPlan
@@ -23,23 +23,63 @@ PLANS_KEPT = 256
 
 
 @dataclass(frozen=True)
-class _Tensors:
-    """What all ranks have alike of a call, beside the rows that the plan gives each. device: its type."""
+class _Agreed:
+    """What all ranks have alike of a call, beside the rows that the plan gives each.
 
+    layer: `CallRules.told` of the layer. device: type of the device. gradient, lse: whether the call records gradients
+    and returns log-sum-exps, since the exchanges differ. carried: what it carries beside Q, K and V.
+    """
+
+    layer: str
     batch: int
     dtype: torch.dtype
     device: str
     gradient: bool
     lse: bool
+    carried: Carried
 
     @classmethod
-    def of(cls, qkv: QueryKeyValue, metadata: AttentionMetadata, *, lse: bool) -> _Tensors:
+    def of(cls, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, *, lse: bool) -> _Agreed:
         query = qkv[0]
-        return cls(query.shape[0], query.dtype, query.device.type, records_gradient(*qkv, metadata), lse)
+        return cls(
+            layer=rules.told,
+            batch=query.shape[0],
+            dtype=query.dtype,
+            device=query.device.type,
+            gradient=records_gradient(*qkv, metadata),
+            lse=lse,
+            carried=Carried.of(metadata),
+        )
 
-    def __str__(self) -> str:
+    @property
+    def tensors(self) -> str:
         beside = " with gradients" * self.gradient + " with log-sum-exps" * self.lse
         return f"batch {self.batch} of {self.dtype} on {self.device}{beside}"
+
+    @property
+    def beside(self) -> str:
+        """What the call carries and asks for beside Q, K and V."""
+        return str(self.carried) + ", with gradients" * self.gradient + ", with log-sum-exps" * self.lse
+
+    def difference(self, agreed: _Agreed) -> str:
+        """Returns the first difference of this call from the agreement on its plan, and the way out."""
+        if self.layer != agreed.layer:
+            return (
+                f"the ranks agreed on its plan for a layer that is {agreed.layer}; this one is {self.layer}; make a "
+                "plan with the plan_of of this layer, on every rank"
+            )
+        if self.carried != agreed.carried:
+            return (
+                f"the call carries {self.carried}, and the ranks agreed on {agreed.carried} for its plan; make another "
+                "with plan_of, on every rank"
+            )
+        difference = f"the call is of {self.tensors}, and the ranks agreed on {agreed.tensors} for its plan; "
+        if replace(self, gradient=agreed.gradient) != agreed:
+            return difference + "make another with plan_of, on every rank"
+        return (
+            difference + "use one plan with gradients and another without, and torch.utils.checkpoint with "
+            "use_reentrant=False"
+        )
 
 
 class Admissions:
@@ -50,7 +90,7 @@ class Admissions:
     def __init__(self, mesh: Mesh) -> None:
         self.count = 0
         self._mesh = mesh
-        self._agreed: dict[int, tuple[_Tensors, ShardPlan]] = {}  # the plan is kept, and so its id
+        self._agreed: dict[int, tuple[_Agreed, ShardPlan]] = {}  # the plan is kept, and so its id
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # a copied layer makes its calls among those of the others
@@ -58,14 +98,16 @@ class Admissions:
     def admit(
         self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, *, lse: bool
     ) -> None:
-        """The first call with a plan is one exchange over the control group; others, and those of a forward that was
-        agreed on, are looked at on this rank alone.
+        """Agree on the first call with a plan, by one exchange over the control group; compare later ones with that
+        agreement, on this rank alone.
 
-        Raises as `CallRules.check`; ValueError for another batch, dtype or device than was agreed on, and for gradients
-        or log-sum-exps that were not; and
-        RankDisagreementError, on every rank, if ranks are about to make different calls, or some refuse theirs.
+        Calls of local layers and of a forward that was agreed on need no agreement of their own.
+
+        Raises:
+            ValueError, FaultError: As `CallRules.check`, and for a call that differs from the agreement on its plan.
+            RankDisagreementError: On every rank, if ranks are about to make different calls, or some refuse theirs.
         """
-        if rules.way.strategy == "local" or (plan is not None and plan.agreed):
+        if rules.way.strategy == "local" or (isinstance(plan, ShardPlan) and plan.agreed):
             rules.check(*qkv, metadata, plan, lse=lse)
             return
         settled = None if plan is None else self._agreed.get(id(plan))
@@ -73,31 +115,28 @@ class Admissions:
             self._agree(rules, qkv, metadata, plan, lse)
             return
         rules.check(*qkv, metadata, plan, lse=lse)
-        given = _Tensors.of(qkv, metadata, lse=lse)
-        if given != settled[0]:
-            raise ValueError(
-                f"{rules.name}: the call is of {given}, and the ranks agreed on {settled[0]} for its plan; make "
-                "another with plan_of, on every rank"
-            )
+        call = _Agreed.of(rules, qkv, metadata, lse=lse)
+        if call != settled[0]:
+            raise ValueError(f"{rules.name}: {call.difference(settled[0])}")
 
     def _agree(
         self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, lse: bool
     ) -> None:
         fault: FaultError | TypeError | ValueError | None = None
-        given: _Tensors | None = None
+        call: _Agreed | None = None
         try:
             rules.check(*qkv, metadata, plan, lse=lse)
-            given = _Tensors.of(qkv, metadata, lse=lse)
+            call = _Agreed.of(rules, qkv, metadata, lse=lse)
         except (FaultError, TypeError, ValueError) as error:
-            fault = error  # the others are told before any of them waits for this rank
+            fault = error  # the other ranks raise too, instead of waiting for this one
         facts = CallFacts(
             number=self.count + 1,
             layer=f"{rules.name} ({rules.told})",
-            plan="none" if plan is None else _plan_text(plan),
-            batch=given.batch if given else 0,
-            dtype=str(given.dtype).removeprefix("torch.") if given else "",
-            device=given.device if given else "",
-            carried=_carried_text(metadata, given) if given else "",
+            plan=_plan_text(plan) if isinstance(plan, ShardPlan) else "none",
+            batch=call.batch if call else 0,
+            dtype=str(call.dtype).removeprefix("torch.") if call else "",
+            device=call.device if call else "",
+            carried=call.beside if call else "",
             fault=str(fault or ""),
         )
         try:
@@ -110,12 +149,12 @@ class Admissions:
             raise
         if fault is not None:
             raise fault
-        if plan is None or given is None:
+        if plan is None or call is None:
             return  # either is a fault
         self.count += 1
         if len(self._agreed) >= PLANS_KEPT:
             self._agreed.pop(next(iter(self._agreed)))
-        self._agreed[id(plan)] = given, plan
+        self._agreed[id(plan)] = call, plan
 
 
 def _plan_text(plan: ShardPlan) -> str:
@@ -123,11 +162,3 @@ def _plan_text(plan: ShardPlan) -> str:
     pieces = ", early and late pieces" if plan.zigzag else ""
     heads = f"{plan.num_heads}/{plan.heads.num_kv_heads} heads"
     return f"{streams_text(plan.streams)}; {heads} by {plan.strategy} {plan.grid}{exchange}{pieces}"
-
-
-def _carried_text(metadata: AttentionMetadata, given: _Tensors) -> str:
-    """What a call carries beside Q, K and V; of tensors, that they are there."""
-    beside = ["gradients"] * given.gradient + ["log-sum-exps"] * given.lse
-    values = {"window": metadata.window, "soft_cap": metadata.soft_cap, "documents": metadata.packed}
-    beside += [f"{name} {value}" for name, value in values.items() if value is not None]
-    return features_text(metadata.features) + "".join(f", with {name}" for name in beside)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import blake2b
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 
+from backends.interface import AttentionMetadata, PackedLengths
 from backends.requirements import Features
 from parallel.mesh import Mesh
 from parallel.plan import Stream
@@ -74,6 +75,51 @@ class CallFacts(Facts):
     device: str
     carried: str
     fault: str
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a call carries beside Q, K and V, as far as ranks can compare it: shapes of tensors, and all else by value.
+
+    mask: of the mask or the block mask. The numbers in a tensor are not compared.
+    """
+
+    features: Features
+    mask: Shape | None
+    bias: Shape | None
+    window: tuple[int | None, int | None] | None
+    soft_cap: float | None
+    packed: PackedLengths | None
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata) -> Self:
+        mask, bias = metadata.mask if metadata.block_mask is None else metadata.block_mask, metadata.bias
+        return cls(
+            features=metadata.features,
+            mask=None if mask is None else tuple(mask.shape),
+            bias=None if bias is None else tuple(bias.shape),
+            window=metadata.window,
+            soft_cap=metadata.soft_cap,
+            packed=metadata.packed,
+        )
+
+    @property
+    def has_values(self) -> bool:
+        """Whether `features` leaves out something that decides the result."""
+        return self.window is not None or self.soft_cap is not None or self.packed is not None
+
+    def __str__(self) -> str:
+        found = [] if self.mask is None else [f"{self.features.mask} mask {self.mask}"]
+        found += [] if self.bias is None else [f"bias {self.bias}"]
+        found += ["sinks"] * self.features.sinks
+        found += [] if self.window is None else [f"window {self.window}"]
+        found += [] if self.soft_cap is None else [f"soft_cap {self.soft_cap}"]
+        if self.packed is not None:
+            found.append(f"documents of {self.packed.query} queries and {self.packed.key} keys")
+        return " and ".join(found) or "nothing"
 
 
 def _shown(value: object) -> object:

@@ -18,6 +18,7 @@ from backends.interface import AttentionMetadata, Features, PackedLengths
 from backends.layer_facts import DenoisingTime
 from backends.requirements import kind_fault, size_fault
 from configs.faults import Fault, FaultError
+from parallel.grid import Stream
 
 
 def layer_problem(kind: Any, features: Any, softmax_scale: Any, sizes: Mapping[str, Any]) -> str | None:
@@ -43,12 +44,32 @@ def layer_problem(kind: Any, features: Any, softmax_scale: Any, sizes: Mapping[s
 
 
 def wrong_types(metadata: AttentionMetadata) -> str | None:
-    """What is wrong with the first field that is of another type than `AttentionMetadata` says."""
+    """Returns what is wrong with the first field that is of another type than `AttentionMetadata` says, or None."""
     problem = _problem(metadata)
     if problem is None:
         return None
     name, value, rule = problem
     return f"{name} is {value!r}; {rule}, or None"
+
+
+def wrong_dimensions(metadata: AttentionMetadata) -> str | None:
+    """Returns which table of keys has other than four dimensions, or None."""
+    for name, table in (("mask", metadata.mask), ("bias", metadata.bias)):
+        if table is not None and table.dim() != 4:
+            return f"{name} is of shape {tuple(table.shape)}; give a tensor [B or 1, 1 or H, Sq or 1, Sk]"
+    return None
+
+
+def wrong_streams(streams: tuple[Any, ...]) -> str | None:
+    """Returns what is wrong with the arguments of `plan_of`, or None."""
+    if not streams:
+        return "no streams; give a Stream for each run of tokens, such as Stream('video', 75600)"
+    for stream in streams:
+        if not isinstance(stream, Stream):
+            return (
+                f"{stream!r:.80} is not a Stream; give a Stream for each run of tokens, such as Stream('video', 75600)"
+            )
+    return None
 
 
 def _problem(metadata: AttentionMetadata) -> tuple[str, Any, str] | None:

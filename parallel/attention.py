@@ -14,12 +14,12 @@ from backends.options import Blocks, Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.variant import EVERYTHING
 from configs.faults import Fault
-from parallel.argument_types import layer_problem
+from parallel.argument_types import layer_problem, wrong_streams
 from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, checked_overrides, overridden, own_selection, wrong_result
-from parallel.plan import ShardPlan, Strategy, Stream, plan_streams
+from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
 from parallel.rows import rows
@@ -166,9 +166,21 @@ class Attention(torch.nn.Module):
         return self.kernel_call.impl
 
     def plan_of(self, *streams: Stream) -> ShardPlan:
-        """The plan of calls over these streams, in this order. Keep it for calls of one batch, dtype and device, of
-        this layer and others: what every rank holds is worked out once, and agreed on when the first call comes.
+        """Return the plan of calls over these streams, which says what rows each rank holds.
+
+        Keep it for calls of one batch, dtype, device and `AttentionMetadata`, of this layer and of layers that were
+        constructed like it; the ranks agree on its first call. For cross-attention the streams are those of the
+        queries, and no rows are exchanged.
+
+        Args:
+            streams: All rows of a call, one stream after another.
+
+        Raises:
+            ValueError: For no streams, and for an argument that is not a `Stream`.
         """
+        problem = wrong_streams(streams)
+        if problem is not None:
+            raise ValueError(f"{self.name}: plan_of: {problem}")
         return replace(self.plan_among(*streams))
 
     def plan_among(self, *streams: Stream, agreed: bool = False) -> ShardPlan:
@@ -177,7 +189,7 @@ class Attention(torch.nn.Module):
         return plan_streams(
             streams,
             call.heads,
-            way.grid,
+            way.grid if way.strategy != "local" else Grid(self.rules.world_size),
             way.strategy,
             kv_heads=call.kv_heads,
             zigzag=self.rules.zigzag,
@@ -199,8 +211,8 @@ class Attention(torch.nn.Module):
         query [B, Sq, H, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]: this rank's rows of the plan's streams, one
         stream after another, or all keys where they are replicated. metadata: of all rows of all streams, and all
         heads. plan: of the sharded sequence, made with `plan_of`; needed where rows are exchanged.
-        Returns [B, Sq, H, Dv]. Raises, before any exchange, ValueError, FaultError and RankDisagreementError as
-        `Admissions.admit` does; ExchangeError for one that fails.
+        Returns [B, Sq, H, Dv], contiguous. Raises, before any exchange, ValueError, FaultError and
+        RankDisagreementError as `Admissions.admit` does; ExchangeError for one that fails.
         """
         return self._attend((query, key, value), metadata, plan, lse=False).out
 
@@ -213,8 +225,8 @@ class Attention(torch.nn.Module):
         *,
         plan: ShardPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward`, and the log-sum-exp of each of this rank's rows and all heads, [B, H, Sq], as
-        `AttentionImpl.forward_with_lse` defines it. Construct the layer with lse=True, or a choice may not have it.
+        """`forward`, and the log-sum-exp of each of this rank's rows and all heads, [B, H, Sq], contiguous,
+        as `AttentionImpl.forward_with_lse` defines it. Construct the layer with lse=True, or a choice may not have it.
         """
         attended = self._attend((query, key, value), metadata, plan, lse=True)
         if attended.lse is None:
@@ -245,7 +257,7 @@ class Attention(torch.nn.Module):
                 raise
         if not torch.compiler.is_compiling() and not self._reported:  # in this order, or it is part of a graph
             self._report(query, attended)
-        return attended
+        return attended.contiguous()
 
     def execution_path(self, features: Features | None = None) -> ExecutionPath:
         """How a call with these features (default: those of the layer) runs. Raises as the call itself would."""

@@ -44,7 +44,9 @@ class CallRules:
     @cached_property
     def told(self) -> str:
         """What all ranks must have alike of the layer."""
-        heads = f"{self.call.heads}/{self.call.kv_heads} heads of {self.call.head_size}"
+        size, value_size = self.call.head_size, self.value_head_size
+        sizes = f"{size}" if value_size == size else f"{size} (V {value_size})"
+        heads = f"{self.call.heads}/{self.call.kv_heads} heads of {sizes}"
         served = f"{self.backend}/{self.variant.name} ({self.class_path})"
         causal = "causal, " if self.call.causal else ""
         scale = f" scaled by {self.softmax_scale}" if self.softmax_scale is not None else ""
@@ -75,6 +77,8 @@ class CallRules:
         problem = wrong_types(metadata)
         if problem is not None:  # a compiler makes a graph for each name that it sees handed on
             raise ValueError(f"{self.name}: {problem}")
+        if plan is not None and not isinstance(plan, ShardPlan):
+            raise ValueError(f"{self.name}: plan is {plan!r:.80}; make it with the layer's plan_of, or pass None")
         self._check_tensors(query, key, value)
         self._check_devices((query, key, value), metadata)
         lengths = query.shape[1], key.shape[1]
@@ -178,7 +182,8 @@ class CallRules:
         """The numbers of queries and keys of all ranks."""
         if plan is None:
             raise ValueError(
-                f"{self.name}: a sharded sequence needs plan=...; without it nobody knows the other ranks' rows"
+                f"{self.name}: a sharded sequence needs plan=..., which says what rows the other ranks hold; make it "
+                "with the layer's plan_of"
             )
         self._check_held(query, plan)
         if plan.num_heads != self.call.heads or plan.heads.num_kv_heads != self.call.kv_heads:
@@ -188,8 +193,8 @@ class CallRules:
             )
         if (plan.strategy, plan.grid, plan.exchange) != (self.way.strategy, self.way.grid, self.way.exchange):
             raise ValueError(
-                f"{self.name}: its calls go by {self.way}, and the plan is of {plan.strategy} {plan.grid}; make it "
-                "with plan_of"
+                f"{self.name}: its calls go by {_way_text(self.way)}, and the plan is for "
+                f"{_way_text(Way(plan.strategy, plan.grid, plan.exchange))}; make a plan with the plan_of of this layer"
             )
         if plan.zigzag != self.zigzag:
             kind = {True: "an early and a late piece of the rows", False: "one piece of the rows"}
@@ -204,7 +209,10 @@ class CallRules:
 
     def _check_held(self, query: torch.Tensor, plan: ShardPlan) -> int:
         if plan.world_size != self.world_size:
-            raise ValueError(f"{self.name}: the plan is of {plan.world_size} ranks, and there are {self.world_size}")
+            raise ValueError(
+                f"{self.name}: the plan is for {plan.world_size} ranks, and the layer has {self.world_size}; make it "
+                "with the layer's plan_of"
+            )
         held = len(plan.shares[self.rank].query_rows)
         if query.shape[1] != held:
             raise ValueError(f"{self.name}: {query.shape[1]} query rows at hand; the plan gives this rank {held}")
@@ -216,8 +224,9 @@ class CallRules:
         rows, keys = lengths
         if self.shards_rows and (metadata.window is not None or (plan is None and self.cuts_rows(metadata))):
             raise ValueError(
-                f"{self.name}: what is told of each query row is of the whole sequence, and this rank has some rows "
-                "of it; pass the plan of the queries with a mask or documents, or use one rank"
+                f"{self.name}: {_by_row(metadata)} covers all query rows, and this rank holds some of them; "
+                + ("give a mask" if metadata.window is not None else "pass the plan of the queries (plan_of)")
+                + ", or use one rank"
             )
         if rows != keys and (self.call.causal or metadata.window is not None):
             kind = "causal attention" if self.call.causal else "a window"
@@ -285,6 +294,19 @@ class CallRules:
                 f"{self.name}: the blocks of a block_mask cannot be cut for {where}; give a mask, or use "
                 "parallel.strategy=ulysses"
             )
+
+
+def _by_row(metadata: AttentionMetadata) -> str:
+    """Names what a call says about each query row."""
+    if metadata.window is not None:
+        return "a window"
+    if metadata.packed is not None:
+        return "packed"
+    return "the block_mask" if metadata.block_mask is not None else "a mask or bias of each row"
+
+
+def _way_text(way: Way) -> str:
+    return str(way) if way.exchange == "same" else f"{way} in {way.exchange}"
 
 
 def records_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> bool:

@@ -16,10 +16,10 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from backends.interface import AttentionMetadata
-from backends.requirements import NO_FEATURES, Features
 from configs.faults import Fault, FaultError
-from parallel.agreement import ForwardFacts, agree, features_text, streams_text
-from parallel.attention import Attention
+from parallel.agreement import Carried, ForwardFacts, agree, features_text, streams_text
+from parallel.argument_types import wrong_dimensions, wrong_types
+from parallel.attention import NO_METADATA, Attention
 from parallel.mesh import Mesh
 from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import Way
@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_size: int
+    value_head_size: int
     zigzag: bool
 
 
@@ -74,7 +75,7 @@ class Forwards:
         self._mesh = mesh
         self._sharded = {_shape(layer): layer for layer in layers if layer.strategy != "local"}
         self._selections = ", ".join(sorted({layer.rules.told for layer in layers}))
-        self._carried: Mapping[str, Features] = {}
+        self._carried: Mapping[str, Carried] = {}
         self._held: ShardPlan | None = None
         self._tensors = (0, torch.float32)
         self._done = 0
@@ -116,21 +117,27 @@ class Forwards:
         batch: int,
         dtype: torch.dtype,
         beside: Sequence[Stream] = (),
-        carried: Mapping[str, Features] | None = None,
+        carried: Mapping[str, AttentionMetadata] | None = None,
         gradient: bool | None = None,
     ) -> None:
         """Agree on a forward over these streams, and make its plans.
 
         beside: streams that no layer exchanges, but all ranks must have alike, such as the text of cross-attention.
-        carried: what the calls of a role carry, where that is not what its layers were constructed for. gradient:
-        whether its layers will record some (default: whether torch does).
+        carried: what the calls of a role carry. It is required for windows, soft caps and documents, whose values the
+        ranks have to agree on, and where it differs from what the layers were constructed for. gradient: whether its
+        layers will record some (default: whether torch does).
         Raises RankDisagreementError, on every rank, if ranks are about to run different forwards.
         """
         self.end()
         self.count += 1
-        self._carried = carried or {}
+        carried = carried or {}
+        problems = {role: wrong_types(metadata) or wrong_dimensions(metadata) for role, metadata in carried.items()}
+        for role, problem in problems.items():
+            if problem is not None:
+                raise ValueError(f"{self.name}: carried[{role!r}]: {problem}")
+        self._carried = {role: Carried.of(metadata) for role, metadata in carried.items()}
         self._tensors = batch, dtype
-        carrying = {(layer.rules.role, features_text(self._agreed(layer))) for layer in self.layers}
+        carrying = {(layer.rules.role, self._agreed_text(layer)) for layer in self.layers}
         facts = ForwardFacts(
             number=self.count,
             model=self.name,
@@ -152,9 +159,10 @@ class Forwards:
             streams, self.layers[0], self._mesh.world_size
         )
 
-    def _agreed(self, layer: Attention) -> Features:
+    def _agreed_text(self, layer: Attention) -> str:
         """What a layer's calls carry in this forward."""
-        return self._carried.get(layer.rules.role, layer.rules.call.features)
+        carried = self._carried.get(layer.rules.role)
+        return features_text(layer.rules.call.features) if carried is None else str(carried)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -167,22 +175,34 @@ class Forwards:
     ) -> ShardPlan:
         """The plan of a layer's call in the forward under way. Ask for it right before the call. query: of the call.
 
-        Raises LayerOrderError if it is another layer's turn, ValueError if the call carries something else than was
-        agreed, or is of another batch or dtype, and RuntimeError outside a forward.
+        Raises LayerOrderError if it is another layer's turn, ValueError if the call carries something that the ranks
+        did not agree on, or is of another batch or dtype, and RuntimeError outside a forward.
         """
         if self._held is None:
             raise RuntimeError(f"{self.name}: {layer.name} was called outside the model's own forward")
-        agreed, given = self._agreed(layer), NO_FEATURES if metadata is None else metadata.features
-        if given != agreed:
-            raise ValueError(
-                f"{layer.name}: the call carries {features_text(given)}; the ranks agreed on {features_text(agreed)} "
-                "for this forward"
-            )
+        self._check_carried(layer, NO_METADATA if metadata is None else metadata)
         if query is not None and self._mesh.world_size > 1:
             self._check_tensors(layer, query)
         if self._mesh.world_size > 1 and not self._again and not torch.compiler.is_compiling():
             self._take_turn(layer)  # what is compiled keeps its order
         return self.plans.get(_shape(layer), self._held)
+
+    def _check_carried(self, layer: Attention, metadata: AttentionMetadata) -> None:
+        problem = wrong_types(metadata) or wrong_dimensions(metadata)
+        if problem is not None:
+            raise ValueError(f"{layer.name}: {problem}")
+        carried, agreed = Carried.of(metadata), self._carried.get(layer.rules.role)
+        same = carried.features == layer.rules.call.features if agreed is None else carried == agreed
+        if not same:
+            raise ValueError(
+                f"{layer.name}: the call carries {carried}; the ranks agreed on {self._agreed_text(layer)} for this "
+                "forward"
+            )
+        if agreed is None and carried.has_values and self._mesh.world_size > 1:
+            raise ValueError(
+                f"{layer.name}: the call carries {carried}, and the ranks agreed on no values for this forward; give "
+                f"carried={{{layer.rules.role!r}: metadata}} to begin"
+            )
 
     def _check_tensors(self, layer: Attention, query: torch.Tensor) -> None:
         """The dtype may be that of the layers, where inputs have another one: ranks have both alike."""
@@ -219,7 +239,7 @@ def _rows_alone(streams: Sequence[Stream], layer: Attention, ranks: int) -> Shar
 
 def _shape(layer: Attention) -> Shape:
     call = layer.rules.call
-    return Shape(layer.way, call.heads, call.kv_heads, call.head_size, layer.rules.zigzag)
+    return Shape(layer.way, call.heads, call.kv_heads, call.head_size, layer.rules.value_head_size, layer.rules.zigzag)
 
 
 def _raise_places(model: str, layers: Sequence[Attention]) -> None:

@@ -9,10 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stream:
-    """A run of tokens. Of a sharded one each rank holds some rows; of a replicated one (`sharded=False`) all ranks hold
-    all. queries: whether its rows ask; those of a replicated one may be keys and values only.
+    """A run of tokens.
 
-    Raises ValueError for a negative length, and for a sharded stream without queries.
+    Args:
+        name: How plans and messages call it.
+        length: Number of rows over all ranks.
+        sharded: True if each rank holds some of the rows, False if every rank holds all of them.
+        queries: False for rows that are keys and values only; they have to be replicated.
+
+    Raises:
+        ValueError: For an argument of another type, a negative length, or a sharded stream without queries.
     """
 
     name: str
@@ -21,10 +27,19 @@ class Stream:
     queries: bool = True
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"stream {self.name} has {self.length} rows; it has at least none")
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a stream is {self.name!r:.80}; give text, such as 'video'")
+        if type(self.length) is not int or self.length < 0:
+            raise ValueError(f"length of stream {self.name} is {self.length!r:.80}; give a whole number of at least 0")
+        for name in ("sharded", "queries"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ValueError(f"{name} of stream {self.name} is {value!r:.80}; give True or False")
         if self.sharded and not self.queries:
-            raise ValueError(f"stream {self.name} is sharded and asks nothing; only a replicated one may be keys alone")
+            raise ValueError(
+                f"stream {self.name} is sharded and has no queries; only replicated streams may be keys alone: pass "
+                "sharded=False, or leave out queries=False"
+            )
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,47 @@ class ShardPlan:
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        """The rows of the first sharded stream that each rank holds outside attention."""
+        """The rows of the first sharded stream that each rank holds outside attention.
+
+        Calls over several streams need `query_rows` and `key_rows`.
+        """
         return self.held[self.main]
+
+    def query_rows(self, rank: int) -> Rows:
+        """Return the rows of a query tensor [B, Sq, ...] of all streams with queries that a rank holds, in order."""
+        return self.shares[self._checked(rank)].query_rows
+
+    def key_rows(self, rank: int) -> Rows:
+        """Return the rows of a key or value tensor [B, Sk, ...] of all streams that a rank holds, in order."""
+        return self.shares[self._checked(rank)].key_rows
+
+    def stream_rows(self, stream: str | int, rank: int) -> Rows:
+        """Return the rows of one stream's own tensor [B, S, ...] that a rank holds, in order.
+
+        Args:
+            stream: Its name, or its index among the plan's streams.
+            rank: Rank of the mesh.
+
+        Raises:
+            ValueError: For a rank or a stream that the plan does not have, and a name that several streams have.
+        """
+        return self.held[self.index_of(stream)][self._checked(rank)]
+
+    def index_of(self, stream: str | int) -> int:
+        """Return the index of a stream, given by its name or its index. Raises ValueError as `stream_rows` does."""
+        names = [each.name for each in self.streams]
+        if type(stream) is int and 0 <= stream < len(names):
+            return stream
+        if isinstance(stream, str) and names.count(stream) == 1:
+            return names.index(stream)
+        if stream in names:
+            raise ValueError(f"stream is {stream!r}; several streams of the plan have this name: give its index")
+        raise ValueError(f"stream is {stream!r:.80}; the plan has {', '.join(names)}: give a name or an index")
+
+    def _checked(self, rank: int) -> int:
+        if type(rank) is int and 0 <= rank < self.world_size:
+            return rank
+        raise ValueError(f"rank is {rank!r:.80}; the plan is for ranks 0 to {self.world_size - 1}")
 
     @cached_property
     def held(self) -> tuple[tuple[Rows, ...], ...]:
@@ -220,17 +259,17 @@ class ShardPlan:
         )
 
     def gather_keys(self, rank: int) -> ExchangeCounts:
-        """The travelling keys and values of my heads, from every place of the ring to every other; in (row, head)
-        pairs.
+        """The travelling keys of my heads, from every place of the ring to every other; in (row, head) pairs. There are
+        as many values.
         """
-        heads = 2 * len(self.heads.kv[self.grid.place(rank)[1]])
+        heads = len(self.heads.kv[self.grid.place(rank)[1]])
         counts = tuple(len(self.shares[other].keys) * heads for other in self.grid.ring_group(rank))
         return ExchangeCounts((counts[self.grid.place(rank)[0]],) * len(counts), counts)
 
-    def gather_rows(self, rank: int) -> ExchangeCounts:
-        """Every rank's rows of the first sharded stream to every rank; in rows."""
-        mine = len(self.rows[rank])
-        return ExchangeCounts((mine,) * self.world_size, tuple(len(held) for held in self.rows))
+    def gather_rows(self, rank: int, stream: str | int | None = None) -> ExchangeCounts:
+        """Every rank's rows of a sharded stream (default: the first) to every rank; in rows."""
+        held = self.held[self.main if stream is None else self.index_of(stream)]
+        return ExchangeCounts((len(held[rank]),) * self.world_size, tuple(map(len, held)))
 
     def sent_pairs(self, rank: int) -> int:
         """(row, head) pairs that leave a rank in one call under Ulysses: Q, K and V on the way in, the output on the

@@ -249,9 +249,6 @@ def _raise_call_faults(call: RoleCall, world_size: int) -> None:
     if call.heads % call.kv_heads:
         rule = f"{call.heads} query heads are no multiple of {call.kv_heads} KV heads"
         raise FaultError([Fault("num_kv_heads", call.kv_heads, rule, "give a number that divides the query heads")])
-    if not alone and call.kind != "cross" and call.value_head_size not in (None, call.head_size):
-        rule = f"a head size of V ({call.value_head_size}) other than that of Q and K cannot be exchanged in one packet"
-        raise FaultError([Fault("value_head_size", call.value_head_size, rule, "use one rank")])
     if not alone and call.kind == "cross" and call.causal:
         rule = "causal cross-attention counts from the first query row, and a rank holds others"
         raise FaultError([Fault("causal", call.causal, rule, "use one rank")])

@@ -72,6 +72,17 @@ def test_a_masked_layer_runs_under_torchrun(tmp_path: Path) -> None:
     assert torchrun("masked.py", folder=tmp_path).count("TORCH_SDPA (2, 25, 4, 32)") == 2
 
 
+def test_a_joint_block_trains_under_torchrun_as_in_one_process(tmp_path: Path) -> None:
+    told = torchrun("joint.py", folder=tmp_path)
+
+    losses = re.findall(r"rank \d, step (\d): loss (\d\.\d+), in one process (\d\.\d+)", told)
+    assert sorted(step for step, *_ in losses) == ["0", "0", "1", "1", "2", "2"]
+    for _, shared, single in losses:
+        assert float(shared) == pytest.approx(float(single), abs=2e-6)
+    by_step = {step: float(shared) for step, shared, _ in losses}
+    assert by_step["0"] > by_step["1"] > by_step["2"]
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_links_lead_somewhere(guide: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", (DOCS / guide).read_text()):

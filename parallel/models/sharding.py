@@ -208,7 +208,12 @@ class ShardedModel:
         rank = self.context.mesh.rank
         for shape, count in self.forwards.sharded.items():
             of_call = call_traffic(
-                self.forwards.plans[shape], rank, batch=batch, head_size=shape.head_size, element_size=element_size
+                self.forwards.plans[shape],
+                rank,
+                batch=batch,
+                head_size=shape.head_size,
+                value_head_size=shape.value_head_size,
+                element_size=element_size,
             )
             for verb, calls in of_call.calls.items():
                 self._planned_calls[verb] += count * calls

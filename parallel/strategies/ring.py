@@ -37,7 +37,7 @@ def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
         whole = _add_block(whole, query, block.joined(plan.shares[group[place]].keys, fixed), work)
         del key, value, block  # before the next but one is received
     if whole is None:
-        return Result(*over_nothing(query, query.shape[3], work.metadata.sinks, *seen))
+        return Result(*over_nothing(query, held.value.shape[3], work.metadata.sinks, *seen))
     if differentiated:
         whole = reaching(whole[0], *seen), reaching(whole[1], *seen)
     if work.metadata.sinks is not None:
@@ -69,7 +69,7 @@ def _rotated(held: HeldKeys, work: Work) -> Iterator[Block]:
     """
     plan, ring = work.plan, work.plan.grid.ring
     place, group = plan.grid.place(work.rank)[0], plan.grid.ring_group(work.rank)
-    batch, _, kv_heads, size = held.key.shape
+    (batch, _, kv_heads, size), value_size = held.key.shape, held.value.shape[3]
     key, value, message = held.key, held.value, pack_keys(held.key, held.value)
     for step in range(ring):
         source = (place - step) % ring
@@ -77,11 +77,11 @@ def _rotated(held: HeldKeys, work: Work) -> Iterator[Block]:
             yield source, key, value
             return
         rows = len(plan.shares[group[(source - 1) % ring]].keys)
-        rotation = work.transport.rotate(message, rows * batch * 2 * kv_heads * size, plan)
+        rotation = work.transport.rotate(message, rows * batch * kv_heads * (size + value_size), plan)
         yield source, key, value
         message = rotation.wait()
         del rotation  # and what was sent
-        key, value = unpack_keys(message, rows, batch, kv_heads, size)
+        key, value = unpack_keys(message, rows, (batch, kv_heads, size, value_size))
 
 
 def _gathered(held: HeldKeys, work: Work) -> Iterator[Block]:

@@ -6,7 +6,7 @@ between the groups the keys travel (`ring`) or are gathered (`gather_kv`). Eithe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,7 @@ from parallel.transport.packing import QueryKeyValue
 
 @dataclass(frozen=True)
 class Attended:
-    """out [B, Sq_r, H, D] and lse [B, H, Sq_r], None unless it was asked for, of this rank's rows. query_shape,
+    """out [B, Sq_r, H, Dv] and lse [B, H, Sq_r], None unless it was asked for, of this rank's rows. query_shape,
     key_shape: as the kernel got them, in its first part.
     """
 
@@ -34,6 +34,11 @@ class Attended:
     lse: torch.Tensor | None
     query_shape: tuple[int, ...]
     key_shape: tuple[int, ...]
+
+    def contiguous(self) -> Attended:
+        """The same results, both contiguous; copied only where kernels or exchanges lay them out otherwise."""
+        out, lse = self.out.contiguous(), None if self.lse is None else self.lse.contiguous()
+        return self if out is self.out and lse is self.lse else replace(self, out=out, lse=lse)
 
 
 def sharded_attention(
@@ -47,8 +52,8 @@ def sharded_attention(
     causal: bool = False,
     lse: bool = False,
 ) -> Attended:
-    """Attention of this rank's rows, in the plan's order of streams: query [B, Sq_r, H, D], key and value
-    [B, Sk_r, Hkv, D]. metadata: of all rows and heads. kept: what other calls have worked out.
+    """Attention of this rank's rows, in the plan's order of streams: query [B, Sq_r, H, D], key [B, Sk_r, Hkv, D],
+    value [B, Sk_r, Hkv, Dv]. metadata: of all rows and heads. kept: what other calls have worked out.
 
     Replicated streams: all ranks hold their rows and get all their results; their keys count once, and no rank computes
     what another does. Their gradients are each rank's share: the sum over ranks is the whole.
@@ -60,7 +65,9 @@ def sharded_attention(
     work = Work(kernel, mine, plan, transport, kept, causal=causal, lse=lse)
     if not plan.heads.query[place]:
         # More ranks than heads: it computes nothing, and takes part in the exchanges.
-        result = Result(query, query.new_zeros(query.shape[0], 0, query.shape[1], dtype=wide(query.dtype)))
+        (batch, rows), size = query.shape[:2], qkv[2].shape[3]
+        of_no_head = query.new_zeros(batch, 0, rows, dtype=wide(query.dtype))
+        result = Result(query.new_zeros(batch, rows, 0, size), of_no_head)
     elif plan.grid.ring == 1:
         result = work.whole(query, held)
     elif plan.strategy in ("gather_kv", "ulysses_gather_kv"):

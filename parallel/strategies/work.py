@@ -17,7 +17,7 @@ from parallel.transport.base import Transport
 
 
 class Result(NamedTuple):
-    """out [B, S, H, D]; lse [B, H, S], None unless it was asked for."""
+    """out [B, S, H, Dv]; lse [B, H, S], None unless it was asked for."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
@@ -40,7 +40,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class HeldKeys:
-    """Keys and values of a rank's heads, [B, S, Hkv, D]: those of sharded streams, which travel, and those of
+    """Keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of a rank's heads: of sharded streams, which travel, and of
     replicated streams, if there are any.
     """
 

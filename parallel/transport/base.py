@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from parallel.events import Traffic
-from parallel.exchange import SCALE_BYTES, gathered_bytes, scattered_bytes
+from parallel.exchange import SCALE_BYTES, gathered_bytes, scattered_bytes, scattered_numbers
 from parallel.mesh import Mesh
 from parallel.pieces import assemble
 from parallel.plan import ExchangeCounts, ShardPlan
@@ -109,22 +109,30 @@ class Transport(ABC):
     def scatter_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan
     ) -> QueryKeyValue:
-        """My rows of sharded streams of all heads, [B, S_r, H, D] and twice [B, S_r, Hkv, D], to all rows of my Ulysses
-        group, of my heads; one rank's rows after another's. One exchange.
+        """My rows of sharded streams of all heads, Q [B, S_r, H, D], K [B, S_r, Hkv, D] and V [B, S_r, Hkv, Dv], to all
+        rows of my Ulysses group, of my heads; one rank's rows after another's. One exchange.
         """
-        batch, _, _, size = query.shape
+        (batch, _, _, size), value_size = query.shape, value.shape[-1]
         rank, heads = self.mesh.rank, plan.heads
-        for tensor, count in ((query, heads.num_heads), (key, heads.num_kv_heads), (value, heads.num_kv_heads)):
-            expected = (batch, len(plan.shares[rank].sent_keys), count, size)
+        kv_heads = heads.num_kv_heads
+        for tensor, count, width in (
+            (query, heads.num_heads, size),
+            (key, kv_heads, size),
+            (value, kv_heads, value_size),
+        ):
+            expected = (batch, len(plan.shares[rank].sent_keys), count, width)
             if tensor.shape != expected:
                 raise ExchangeSizeError("scatter_heads", f"{tuple(tensor.shape)} at hand, the plan has {expected}")
-        peers, shape = self._ulysses(plan), (batch, len(plan.shares[rank].keys), size)
+        peers, shape = self._ulysses(plan), (batch, len(plan.shares[rank].keys), size, value_size)
         if plan.exchange == "fp8":
-            counts = scattered_bytes(plan, rank, batch=batch, head_size=size, element_size=query.element_size())
+            element = query.element_size()
+            counts = scattered_bytes(
+                plan, rank, batch=batch, head_size=size, value_head_size=value_size, element_size=element
+            )
             send = fp8.pack_heads((query, key, value), heads, counts)
             received = self._exchange("scatter_heads", send, counts, peers)
             return fp8.unpack_heads(received, shape, heads, peers.place, query.dtype)
-        counts = plan.scatter_heads(rank).times(batch * size)
+        counts = scattered_numbers(plan, rank, batch=batch, head_size=size, value_head_size=value_size)
         received = self._exchange("scatter_heads", pack_heads((query, key, value), heads, counts), counts, peers)
         return unpack_heads(received, shape, heads, peers.place)
 
@@ -147,14 +155,14 @@ class Transport(ABC):
         return fp8.dequantise(mine, dtype) if quantised else mine
 
     def gather_keys(self, key: torch.Tensor, value: torch.Tensor, plan: ShardPlan) -> KeyValue:
-        """The travelling keys and values of all ring places, one place's after another's, [B, S, Hkv_u, D] each: views
-        of one buffer. One exchange.
+        """The travelling keys and values of all ring places, one place's after another's, [B, S, Hkv_u, D] and
+        [B, S, Hkv_u, Dv]: views of one buffer. One exchange.
         """
-        batch, _, kv_heads, size = key.shape
-        counts = plan.gather_keys(self.mesh.rank).times(batch * size)
+        (batch, _, kv_heads, size), value_size = key.shape, value.shape[3]
+        counts = plan.gather_keys(self.mesh.rank).times(batch * (size + value_size))
         received = self._exchange("gather_keys", pack_keys(key, value), counts, self._ring(plan), to_all=True)
         rows = sum(len(plan.shares[other].keys) for other in plan.grid.ring_group(self.mesh.rank))
-        return unpack_keys(received, rows, batch, kv_heads, size)
+        return unpack_keys(received, rows, (batch, kv_heads, size, value_size))
 
     def rotate(self, message: torch.Tensor, receives: int, plan: ShardPlan) -> Rotation:
         """Send a message to the next place of my ring, and receive one of so many elements from the previous one. It
@@ -169,17 +177,42 @@ class Transport(ABC):
         except RuntimeError as error:
             raise ExchangeError("rotate_keys", str(error)) from error
 
-    def gather_rows(self, rows: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-        """My rows [B, S_r, C] of the first sharded stream to all of its rows in order, on every rank: [B, S, C]. One
-        exchange, exact for unequal shards.
+    def gather_rows(self, rows: torch.Tensor, plan: ShardPlan, stream: str | int | None = None) -> torch.Tensor:
+        """Gather the rows of one stream on every rank, by one exchange.
+
+        Args:
+            rows: This rank's rows of the stream, [B, S_r, ...].
+            plan: Plan of the stream.
+            stream: Its name or index; the first sharded stream by default. Rows of a replicated stream are returned as
+                they are, without an exchange.
+
+        Returns:
+            All rows in order, [B, S, ...].
+
+        Raises:
+            ValueError: For an argument of another type, or rows that are not those that the plan gives this rank.
+            ExchangeError: If the exchange fails.
         """
-        batch, _, width = rows.shape
-        counts = plan.gather_rows(self.mesh.rank).times(batch * width)
-        mine = rows.transpose(0, 1).contiguous().view(-1)
-        received = self._exchange("gather_rows", mine.repeat(plan.world_size), counts, self._world())
-        by_rank = received.view(plan.length, batch, width).transpose(0, 1)
-        held = chain(plan.rows)
-        return assemble(held.sorted, [(by_rank, held)])
+        if not isinstance(plan, ShardPlan):
+            raise ValueError(f"gather_rows: plan is {plan!r:.80}; give a plan of plan_of")
+        if plan.world_size != self.mesh.world_size:
+            raise ValueError(f"gather_rows: the plan is for {plan.world_size} ranks; there are {self.mesh.world_size}")
+        index = plan.main if stream is None else plan.index_of(stream)
+        by_rank = plan.held[index]
+        own = len(by_rank[self.mesh.rank])
+        if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or rows.shape[1] != own:
+            given = tuple(rows.shape) if isinstance(rows, torch.Tensor) else repr(rows)[:80]
+            name = plan.streams[index].name
+            raise ValueError(f"gather_rows: rows are {given}; give [B, {own}, ...], this rank's rows of {name}")
+        if not plan.streams[index].sharded:
+            return rows
+        batch, width = rows.shape[0], rows.shape[2:].numel()
+        counts = plan.gather_rows(self.mesh.rank, index).times(batch * width)
+        flat = rows.transpose(0, 1).contiguous().view(-1)
+        received = self._exchange("gather_rows", flat.repeat(plan.world_size), counts, self._world())
+        held = chain(by_rank)
+        gathered = received.view(len(held), batch, *rows.shape[2:]).transpose(0, 1)
+        return assemble(held.sorted, [(gathered, held)])
 
     def _ulysses(self, plan: ShardPlan) -> Peers:
         rank, grid = self.mesh.rank, plan.grid

@@ -37,8 +37,8 @@ def dequantise(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack_heads(qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> torch.Tensor:
-    """[B, S_r, H, D] and twice [B, S_r, Hkv, D] as one block of bytes for each rank: [rows, B, its K as it is, Q, V].
-    counts: in bytes.
+    """Q [B, S_r, H, D], K [B, S_r, Hkv, D] and V [B, S_r, Hkv, Dv] as one block of bytes for each rank: [rows, B, its K
+    as it is, Q, V]. counts: in bytes.
     """
     query, key, value = qkv
     batch, rows = key.shape[:2]
@@ -46,7 +46,8 @@ def pack_heads(qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> 
     send = carried[0].new_empty(sum(counts.sends))
     start = 0
     for rank, count in enumerate(counts.sends):
-        width = fp8_row_bytes(len(heads.query[rank]), len(heads.kv[rank]), key.shape[3], key.element_size())
+        sizes = key.shape[3], value.shape[3], key.element_size()
+        width = fp8_row_bytes(len(heads.query[rank]), len(heads.kv[rank]), *sizes)
         block, at = send[start : start + count].view(rows, batch, width), 0
         for tensor, mine in zip(carried, (heads.kv[rank], heads.query[rank], heads.kv[rank]), strict=True):
             part = tensor[:, :, mine.start : mine.stop].transpose(0, 1).flatten(2)
@@ -57,19 +58,19 @@ def pack_heads(qkv: QueryKeyValue, heads: HeadSplit, counts: ExchangeCounts) -> 
 
 
 def unpack_heads(
-    received: torch.Tensor, shape: tuple[int, int, int], heads: HeadSplit, place: int, dtype: torch.dtype
+    received: torch.Tensor, shape: tuple[int, int, int, int], heads: HeadSplit, place: int, dtype: torch.dtype
 ) -> QueryKeyValue:
-    """All rows of a place's heads: [B, S, H_u, D] and twice [B, S, Hkv_u, D]; shape: B, S, D."""
-    batch, rows, size = shape
+    """All rows of a place's heads: Q [B, S, H_u, D], K [B, S, Hkv_u, D] and V [B, S, Hkv_u, Dv]; shape: B, S, D, Dv."""
+    batch, rows, size, value_size = shape
     query, kv = len(heads.query[place]), len(heads.kv[place])
     whole, quantised = kv * size * dtype.itemsize, size + SCALE_BYTES
-    full = received.view(rows, batch, fp8_row_bytes(query, kv, size, dtype.itemsize)).transpose(0, 1)
+    full = received.view(rows, batch, fp8_row_bytes(query, kv, size, value_size, dtype.itemsize)).transpose(0, 1)
     of_query, of_value = full[:, :, whole : whole + query * quantised], full[:, :, whole + query * quantised :]
     key = _as_numbers(full[:, :, :whole], dtype)
     return (
         dequantise(of_query.view(batch, rows, query, quantised), dtype),
         key.view(batch, rows, kv, size),
-        dequantise(of_value.view(batch, rows, kv, quantised), dtype),
+        dequantise(of_value.view(batch, rows, kv, value_size + SCALE_BYTES), dtype),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from backends.interface import AttentionMetadata, PackedLengths
 from configs.schema import ParallelConfig
@@ -294,6 +295,112 @@ def test_a_plan_is_of_one_batch_and_another_one_is_agreed_on_anew(gloo_ranks: Gl
             "torch.float64 on cpu for its plan; make another with plan_of, on every rank"
         )
         assert error < 1e-11
+
+
+# --- later calls with a plan ------------------------------------------------------------------------------------------
+
+FULL = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(2)
+BIAS = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+WAS = AttentionMetadata(mask=FULL, bias=BIAS, window=(2, 1), soft_cap=1.5, packed=PackedLengths((5, 3), (5, 3)))
+NOW = {
+    "nothing": AttentionMetadata(),
+    "no mask": replace(WAS, mask=None),
+    "a mask of another kind": replace(WAS, mask=FULL[:, :, :1]),
+    "a mask of each head": replace(WAS, mask=FULL.expand(1, 6, 8, 8)),
+    "no bias": replace(WAS, bias=None),
+    "a bias of each head": replace(WAS, bias=BIAS.expand(1, 6, 8, 8)),
+    "sinks": replace(WAS, sinks=torch.zeros(6, dtype=torch.float64)),
+    "another window": replace(WAS, window=(1, 1)),
+    "another soft cap": replace(WAS, soft_cap=1.0),
+    "other documents": replace(WAS, packed=PackedLengths((4, 4), (4, 4))),
+}
+
+
+def carry_another_thing_later(mesh: Mesh, strategy: str) -> tuple[dict[str, str], bool, int]:
+    """What each later call was refused with, whether the agreed call goes on, and exchanges of refused calls."""
+    context = context_of(mesh, dtype=torch.float64, backend="REFERENCE", parallel=STRATEGIES[strategy])
+    layer = Attention(6, 8, role="self", kind="self", features=WAS.features, context=context)
+    plan = layer.plan_of(*USUAL.streams)
+    query, key, value = (take(tensor, plan.query_rows(mesh.rank)) for tensor in tensors_of(USUAL))
+    first, said = layer(query, key, value, WAS, plan=plan), {}
+    context.transport.take_traffic()
+    for name, metadata in NOW.items():
+        try:
+            layer(query, key, value, metadata, plan=plan)
+        except ValueError as error:
+            said[name] = str(error)
+    moved = sum(context.transport.take_traffic().calls.values())
+    return said, torch.equal(layer(query, key, value, WAS, plan=plan), first), moved
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_later_call_that_carries_something_else_is_refused_before_its_exchange(
+    gloo_ranks: GlooRanks, strategy: str
+) -> None:
+    for said, same, moved in gloo_ranks(2).run(carry_another_thing_later, strategy):
+        assert set(said) == set(NOW)
+        assert said["nothing"].startswith("attention: the call carries nothing, and the ranks agreed on full mask (")
+        assert (
+            " and window (2, 1) and soft_cap 1.5 and documents of (5, 3) queries and (5, 3) keys for its"
+            in (said["nothing"])
+        )
+        assert all(text.endswith(" for its plan; make another with plan_of, on every rank") for text in said.values())
+        assert (same, moved) == (True, 0)
+
+
+def share_a_plan_among_other_layers(mesh: Mesh) -> dict[str, str]:
+    context = context_of(mesh, dtype=torch.float64, backend="REFERENCE", parallel=STRATEGIES["ulysses"])
+    usual: dict[str, Any] = {"role": "self", "kind": "self", "context": context}
+    first = Attention(6, 8, **usual)
+    plan = first.plan_of(*USUAL.streams)
+    query, key, value = (take(tensor, plan.query_rows(mesh.rank)) for tensor in tensors_of(USUAL))
+    expected, said = first(query, key, value, plan=plan), {}
+    assert torch.equal(Attention(6, 8, **usual, name="the next one")(query, key, value, plan=plan), expected)
+    others = {"role": {"role": "other"}, "scale": {"softmax_scale": 0.5}, "causal": {"causal": True}}
+    for name, change in others.items():
+        layer = Attention(6, 8, **(usual | change))
+        try:
+            layer(query, key, value, plan=plan)
+        except ValueError as error:
+            said[name] = str(error)
+        layer(query, key, value, plan=layer.plan_of(*USUAL.streams))  # the way out
+    return said
+
+
+@pytest.mark.ray
+def test_a_plan_serves_layers_that_were_constructed_alike_and_no_others(gloo_ranks: GlooRanks) -> None:
+    for said in gloo_ranks(2).run(share_a_plan_among_other_layers):
+        assert set(said) == {"role", "scale", "causal"}
+        assert all("the ranks agreed on its plan for a layer that is self=REFERENCE/" in text for text in said.values())
+        assert all(
+            text.endswith("; make a plan with the plan_of of this layer, on every rank") for text in said.values()
+        )
+        assert "; this one is self=REFERENCE/" in said["scale"]
+        assert " scaled by 0.5, by ulysses" in said["scale"]
+
+
+def checkpoint_a_layer(mesh: Mesh, reentrant: bool) -> str:
+    layer = layer_of(mesh, USUAL, STRATEGIES["ulysses"])
+    plan = layer.plan_of(*USUAL.streams)
+    query, key, value = (take(t, plan.query_rows(mesh.rank)).requires_grad_() for t in tensors_of(USUAL))
+
+    def block(*qkv: torch.Tensor) -> torch.Tensor:
+        return layer(*qkv, plan=plan)
+
+    try:
+        checkpoint(block, query, key, value, use_reentrant=reentrant).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ray
+def test_reentrant_checkpointing_is_refused_with_what_works(gloo_ranks: GlooRanks) -> None:
+    for said in gloo_ranks(2).run(checkpoint_a_layer, True):
+        assert "batch 1 of torch.float64 on cpu with gradients, and the ranks agreed on batch 1 of torch" in said
+        assert said.endswith("another without, and torch.utils.checkpoint with use_reentrant=False")
+    assert gloo_ranks(2).run(checkpoint_a_layer, False) == ["", ""]
 
 
 def forward_or_call(mesh: Mesh) -> None:

@@ -132,13 +132,13 @@ def test_tensors_that_do_not_match_the_plan_are_refused(
 def test_a_plan_of_another_number_of_ranks_is_refused(world_size: int) -> None:
     plan = plan_sequence(LENGTH, HEADS, world_size)
     rows = len(plan.rows[0])
-    with pytest.raises(ValueError, match=f"the plan is of {world_size} ranks, and there are 2"):
+    with pytest.raises(ValueError, match=f"the plan is for {world_size} ranks, and the layer has 2"):
         layer_of(FIRST_OF_TWO)(tensor(rows), tensor(rows), tensor(rows), plan=plan)
 
 
 def test_a_plan_without_this_rank_is_refused() -> None:
     plan = plan_sequence(LENGTH, HEADS, 1)
-    with pytest.raises(ValueError, match="the plan is of 1 ranks"):
+    with pytest.raises(ValueError, match="the plan is for 1 ranks"):
         layer_of(Mesh(1, 2, CPU))(tensor(), tensor(), tensor(), plan=plan)
 
 
@@ -186,7 +186,7 @@ def test_a_mask_of_a_ranks_own_rows_is_refused_before_any_exchange() -> None:
 
 def test_a_plan_of_another_strategy_is_refused() -> None:
     layer = layer_of(context=context_of(FIRST_OF_TWO, backend="REFERENCE", parallel=ParallelConfig(strategy="ring")))
-    with pytest.raises(ValueError, match="its calls go by ring 1x2, and the plan is of ulysses 2x1; make it with plan"):
+    with pytest.raises(ValueError, match="its calls go by ring 1x2, and the plan is for ulysses 2x1; make a plan with"):
         layer(tensor(5), tensor(5), tensor(5), plan=plan_sequence(LENGTH, HEADS, 2))
 
 

@@ -12,7 +12,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from backends.interface import AttentionMetadata
+from backends.interface import AttentionMetadata, Features, PackedLengths
 from configs.schema import ParallelConfig
 from parallel.agreement import RankDisagreementError
 from parallel.attention import Attention
@@ -250,7 +250,7 @@ def test_on_one_rank_layers_may_be_skipped() -> None:
     ("given", "text"),
     [
         (AttentionMetadata(), "nothing"),
-        (metadata_of(replace(USUAL, carried=("full",))), "full mask"),
+        (metadata_of(replace(USUAL, carried=("full",))), r"full mask \(1, 1, 8, 8\)"),
         (None, "nothing"),
     ],
 )
@@ -265,10 +265,53 @@ def test_a_call_that_carries_something_else_is_refused_before_its_exchange(given
 def test_a_forward_may_carry_something_else_than_its_layers_were_made_for() -> None:
     forwards = begun()
     packed = replace(USUAL, carried=("packed",))
-    forwards.begin(*USUAL.streams, batch=1, dtype=USUAL.dtype, carried={"self": metadata_of(packed).features})
+    forwards.begin(*USUAL.streams, batch=1, dtype=USUAL.dtype, carried={"self": metadata_of(packed)})
     forwards.plan_for(forwards.layers[0], metadata_of(packed))
-    with pytest.raises(ValueError, match="key_padding mask; the ranks agreed on packed"):
+    with pytest.raises(
+        ValueError, match=r"key_padding mask \(1, 1, 1, 8\); the ranks agreed on documents of \(2, 0, 1, 5\)"
+    ):
         call(forwards, 1)
+
+
+def with_values(metadata: AttentionMetadata, *, agreed: bool) -> tuple[Forwards, Attention]:
+    mesh = Mesh(0, 2, CPU)
+    context = context_of(mesh, dtype=torch.float64, backend="REFERENCE", parallel=ULYSSES)
+    layer = Attention(6, 8, role="self", kind="self", features=metadata.features, context=context)
+    forwards = Forwards("model", [layer], mesh)
+    carried = {"self": metadata} if agreed else None
+    forwards.begin(*USUAL.streams, batch=1, dtype=torch.float64, carried=carried)
+    return forwards, layer
+
+
+VALUES = {
+    "window": (AttentionMetadata(window=(1, 1)), AttentionMetadata(window=(2, 1))),
+    "soft_cap": (AttentionMetadata(soft_cap=1.0), AttentionMetadata(soft_cap=2.0)),
+    "documents": (
+        AttentionMetadata(packed=PackedLengths((5, 3), (5, 3))),
+        AttentionMetadata(packed=PackedLengths((4, 4), (4, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_forward_refuses_values_that_the_ranks_did_not_agree_on(name: str) -> None:
+    agreed, other = VALUES[name]
+    forwards, layer = with_values(agreed, agreed=True)
+    with pytest.raises(ValueError, match=rf"attention: the call carries {name} .*; the ranks agreed on {name} .* for"):
+        forwards.plan_for(layer, other)
+    assert forwards.plan_for(layer, agreed).agreed
+    forwards, layer = with_values(agreed, agreed=False)
+    with pytest.raises(ValueError, match=r"agreed on no values .*; give carried={'self': metadata} to begin$"):
+        forwards.plan_for(layer, agreed)
+
+
+@pytest.mark.parametrize("given", [{"mask": None}, AttentionMetadata(torch.ones(8, dtype=torch.bool)), Features()])
+def test_a_forward_refuses_metadata_of_another_type_or_shape(given: Any) -> None:
+    forwards = begun()
+    with pytest.raises(ValueError, match=r"layer 0: (metadata|mask) is .*; (it is an AttentionMetadata|give a tensor)"):
+        forwards.plan_for(forwards.layers[0], given)
+    with pytest.raises(ValueError, match=r"model: carried\['self'\]: (metadata|mask) is "):
+        forwards.begin(*USUAL.streams, batch=1, dtype=USUAL.dtype, carried={"self": given})
 
 
 def test_the_error_of_a_layer_out_of_turn_survives_pickling() -> None:

@@ -266,5 +266,7 @@ def test_a_plan_of_another_exchange_is_refused() -> None:
     layer = layer_of(Mesh(0, 2, torch.device("cpu")), case, FP8)
     plan = replace(layer.plan_of(*case.streams), exchange="same")
     mine = [tensor[:, : len(plan.rows[0])] for tensor in tensors_of(case)]
-    with pytest.raises(ValueError, match="make it with plan_of"):
+    with pytest.raises(
+        ValueError, match="its calls go by ulysses 2x1 in fp8, and the plan is for ulysses 2x1; make a plan with"
+    ):
         layer(*mine, plan=plan)

@@ -119,8 +119,8 @@ def test_a_call_has_one_exchange_each_way() -> None:
         assert sum(back.receives) == (sent + fixed) * 6
 
 
-def test_a_sharded_stream_that_asks_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="stream text is sharded and asks nothing"):
+def test_a_sharded_stream_that_has_no_queries_is_refused() -> None:
+    with pytest.raises(ValueError, match="stream text is sharded and has no queries"):
         Stream("text", 7, queries=False)
-    with pytest.raises(ValueError, match="stream text has -1 rows"):
+    with pytest.raises(ValueError, match="length of stream text is -1; give a whole number"):
         Stream("text", -1)

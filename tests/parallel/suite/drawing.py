@@ -67,7 +67,7 @@ def _shapes(draw: st.DrawFn, way: str) -> dict[str, Any]:
     kind = draw(st.sampled_from(("self", "self", "joint") if way != "auto" else ("self", "joint", "cross")))
     batch = 0 if often(draw, 40) else draw(st.integers(1, 3))
     found: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "size": size}
-    found["value_size"] = size + 1 if often(draw, 5 if kind == "cross" else 60) else size
+    found["value_size"] = draw(st.sampled_from((size + 1, 2))) if often(draw, 5) else size
     found["kind"] = kind
     if kind == "joint":
         found["streams"] = tuple(draw(st.lists(_streams(), min_size=1, max_size=4)))

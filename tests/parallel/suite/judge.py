@@ -67,6 +67,8 @@ def _wrong_results(case: Drawn, ran: Sequence[Ran]) -> Iterator[str]:
     for rank, result in enumerate(ran):
         if not result.untouched:
             yield f"rank {rank} changed its inputs"
+        if not result.contiguous:
+            yield f"a result of rank {rank} is not contiguous"
         if result.moved != result.planned:
             yield f"rank {rank} moved {result.moved}, planned was {result.planned}"
         wide = "float64" if case.dtype == "float64" else "float32"

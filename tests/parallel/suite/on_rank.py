@@ -16,7 +16,7 @@ from parallel.attention import Attention
 from parallel.events import Traffic
 from parallel.mesh import Mesh
 from parallel.pieces import take
-from parallel.plan import ShardPlan, plan_sequence
+from parallel.plan import ShardPlan
 from parallel.rows import Rows, rows
 from parallel.traffic import call_traffic
 from parallel.transport.base import Transport
@@ -41,7 +41,8 @@ class Ran:
     """This rank's results, widened to fp64 (torch's own pickling is slow), with the positions of its rows.
 
     gradients: of its rows of query, key and value, and of sinks and bias. untouched: whether its inputs, and what lies
-    around them in memory, are as they were. moved, planned: exchanges of the forward pass.
+    around them in memory, are as they were. contiguous: whether its results are. moved, planned: exchanges of the
+    forward pass.
     """
 
     strategy: str
@@ -53,6 +54,7 @@ class Ran:
     lse: Numbers | None
     gradients: tuple[Numbers, ...]
     untouched: bool
+    contiguous: bool
     moved: Traffic
     planned: Traffic
 
@@ -107,6 +109,7 @@ def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
         lse=None if lse is None else _numbers(lse),
         gradients=gradients,
         untouched=inputs.untouched,
+        contiguous=out.is_contiguous() and (lse is None or lse.is_contiguous()),
         moved=moved,
         planned=_planned(layer, case, plan, mesh),
     )
@@ -114,11 +117,10 @@ def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
 
 def _held(layer: Attention, case: Drawn, mesh: Mesh) -> tuple[ShardPlan, Rows, Rows]:
     """The plan of the call, and the queries and keys that this rank has."""
-    if case.kind == "cross":
-        plan = plan_sequence(case.queries, case.heads, mesh.world_size)
-        return plan, plan.shares[mesh.rank].query_rows, rows(range(case.keys))
     plan = layer.plan_of(*case.streams)
-    return plan, plan.shares[mesh.rank].query_rows, plan.shares[mesh.rank].key_rows
+    if case.kind == "cross":
+        return plan, plan.query_rows(mesh.rank), rows(range(case.keys))
+    return plan, plan.query_rows(mesh.rank), plan.key_rows(mesh.rank)
 
 
 class _Inputs:
@@ -191,6 +193,7 @@ def _planned(layer: Attention, case: Drawn, plan: ShardPlan, mesh: Mesh) -> Traf
         mesh.rank,
         batch=case.batch,
         head_size=case.size,
+        value_head_size=case.value_size,
         element_size=case.torch_dtype.itemsize,
         lse=case.lse,
         gradient=case.gradient,

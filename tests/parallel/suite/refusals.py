@@ -10,8 +10,6 @@ def refusal(case: Drawn, device_type: str) -> str | None:
     alone = case.world_size == 1 or case.kind == "cross"
     sees_a_part = case.kind == "cross" and case.world_size > 1
     ring, gather = (False, False) if alone else _between_groups(case)
-    if not alone and case.value_size != case.size:
-        return "V of another head size travels in no packet"
     if (case.causal or case.window) and (case.queries != case.keys or sees_a_part):
         return "positions of queries and keys have no common origin"
     if case.mask == "block":
