@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import blake2b
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from backends.interface import AttentionMetadata, PackedLengths
-from backends.requirements import Features
+from backends.requirements import NO_FEATURES, Features
 from parallel.mesh import Mesh
 from parallel.plan import Stream
 from parallel.transport.guard import exchange
@@ -95,10 +95,13 @@ class Carried:
     packed: PackedLengths | None
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata) -> Self:
+    def of(cls, metadata: AttentionMetadata) -> Carried:
+        features = metadata.features
+        if features == NO_FEATURES:
+            return NOTHING  # most calls, which have no time to construct another
         mask, bias = metadata.mask if metadata.block_mask is None else metadata.block_mask, metadata.bias
         return cls(
-            features=metadata.features,
+            features=features,
             mask=None if mask is None else tuple(mask.shape),
             bias=None if bias is None else tuple(bias.shape),
             window=metadata.window,
@@ -120,6 +123,9 @@ class Carried:
         if self.packed is not None:
             found.append(f"documents of {self.packed.query} queries and {self.packed.key} keys")
         return " and ".join(found) or "nothing"
+
+
+NOTHING = Carried(NO_FEATURES, mask=None, bias=None, window=None, soft_cap=None, packed=None)
 
 
 def _shown(value: object) -> object:

@@ -189,7 +189,9 @@ def compiled_over_ranks(mesh: Mesh, case: Case, strategy: str) -> float:
     mine = [take(tensor, held) for tensor in tensors_of(case)]
     compiled = torch.compile(lambda *qkv: layer(*qkv, plan=plan) * 2, backend="eager")
     with torch.no_grad():
-        return float((compiled(*mine) / 2 - take(exact(case)[0], held)).abs().amax())
+        out = compiled(*mine)
+        assert out.is_contiguous()
+        return float((out / 2 - take(exact(case)[0], held)).abs().amax())
 
 
 @pytest.mark.ray

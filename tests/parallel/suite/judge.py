@@ -69,6 +69,8 @@ def _wrong_results(case: Drawn, ran: Sequence[Ran]) -> Iterator[str]:
             yield f"rank {rank} changed its inputs"
         if not result.contiguous:
             yield f"a result of rank {rank} is not contiguous"
+        if not result.refuses_another:
+            yield f"rank {rank} did not refuse a second call that carries something else"
         if result.moved != result.planned:
             yield f"rank {rank} moved {result.moved}, planned was {result.planned}"
         wide = "float64" if case.dtype == "float64" else "float32"

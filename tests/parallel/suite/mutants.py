@@ -1,4 +1,4 @@
-"""Seven faults of sequence parallelism, each put into the smallest function that can make it, on a rank."""
+"""Faults of sequence parallelism, each put into the smallest function that can make it, on a rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from unittest.mock import patch
 import torch
 
 from parallel import merge, plan
+from parallel.agreement import Carried
 from parallel.attention import Attention
 from parallel.kernel import BackendKernel
 from parallel.mesh import Mesh
 from parallel.rows import Rows
+from parallel.strategies.sharded import Attended
 from parallel.strategies.work import HeldKeys
 from parallel.transport import base
 from tests.parallel.suite.drawn import Drawn
@@ -116,6 +118,36 @@ def a_kv_head_off_by_one() -> Iterator[None]:
 
 
 @contextmanager
+def values_as_wide_as_keys() -> Iterator[None]:
+    """The numbers of V begin where they would if it had the head size of Q and K."""
+    real = base.unpack_heads
+
+    def misplaced(received: torch.Tensor, shape: tuple[int, int, int, int], *given: Any) -> base.QueryKeyValue:
+        query, key, value = real(received, shape, *given)
+        return query, key, value.roll(shape[3] - shape[2], dims=3)
+
+    with patch.object(base, "unpack_heads", misplaced):
+        yield
+
+
+@contextmanager
+def heads_first_results() -> Iterator[None]:
+    with patch.object(Attended, "contiguous", lambda attended: replace(attended, out=_heads_first(attended.out))):
+        yield
+
+
+def _heads_first(out: torch.Tensor) -> torch.Tensor:
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@contextmanager
+def an_agreement_ignored() -> Iterator[None]:
+    """What later calls with a plan carry is not compared with what the first one did."""
+    with patch.object(Carried, "__eq__", lambda carried, other: True):
+        yield
+
+
+@contextmanager
 def _new_plans() -> Iterator[None]:
     """Plans are kept; these are made anew, and forgotten."""
     plan.plan_streams.cache_clear()
@@ -133,4 +165,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "a wrong LSE layout": a_wrong_lse_layout,
     "a stale plan": a_stale_plan,
     "a KV head off by one": a_kv_head_off_by_one,
+    "values as wide as keys": values_as_wide_as_keys,
+    "heads-first results": heads_first_results,
+    "an agreement ignored": an_agreement_ignored,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,9 @@ class Ran:
     """This rank's results, widened to fp64 (torch's own pickling is slow), with the positions of its rows.
 
     gradients: of its rows of query, key and value, and of sinks and bias. untouched: whether its inputs, and what lies
-    around them in memory, are as they were. contiguous: whether its results are. moved, planned: exchanges of the
-    forward pass.
+    around them in memory, are as they were. contiguous: whether its results are. refuses_another:
+    whether a second call with the plan, which carries something else, is refused before an exchange. moved, planned:
+    exchanges of the forward pass.
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Ran:
     gradients: tuple[Numbers, ...]
     untouched: bool
     contiguous: bool
+    refuses_another: bool
     moved: Traffic
     planned: Traffic
 
@@ -98,6 +100,7 @@ def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
     except (FaultError, ValueError) as error:
         return Refused(f"{type(error).__name__}: {error}", sum(context.transport.take_traffic().calls.values()))
     moved = context.transport.take_traffic()
+    refuses_another = _refuses_another(layer, case, inputs, plan)
     gradients = _gradients(case, inputs, plan, query_rows, (out, lse)) if case.gradient else ()
     return Ran(
         strategy=layer.strategy,
@@ -110,6 +113,7 @@ def _run(mesh: Mesh, case: Drawn, transport: Transport) -> Outcome:
         gradients=gradients,
         untouched=inputs.untouched,
         contiguous=out.is_contiguous() and (lse is None or lse.is_contiguous()),
+        refuses_another=refuses_another,
         moved=moved,
         planned=_planned(layer, case, plan, mesh),
     )
@@ -154,6 +158,21 @@ def _called(
     if case.lse:
         return layer.forward_with_lse(query, key, value, inputs.carried, plan=plan)
     return layer(query, key, value, inputs.carried, plan=plan), None
+
+
+def _refuses_another(layer: Attention, case: Drawn, inputs: _Inputs, plan: ShardPlan) -> bool:
+    """Whether a second call with the plan is refused, without an exchange, if it has a soft cap and the first had none,
+    or the other way round. Local layers agree on nothing.
+    """
+    if layer.strategy == "local":
+        return True
+    other = replace(inputs.carried, soft_cap=1.0 if inputs.carried.soft_cap is None else None)
+    call = layer.forward_with_lse if case.lse else layer
+    try:
+        call(*inputs.qkv, other, plan=plan)
+    except (FaultError, ValueError):
+        return not layer.context.transport.take_traffic().calls
+    return False
 
 
 def _gradients(

@@ -19,6 +19,7 @@ CALLS = {
     "some rows": Drawn(2, "ulysses", streams=(Stream("video", 9),), heads=5, kv_heads=5),
     "more rows": Drawn(2, "ulysses", streams=(Stream("video", 14),), heads=5, kv_heads=5),
     "groups": Drawn(2, "ulysses", streams=(Stream("video", 8),), heads=8, kv_heads=4, batch=2),
+    "wide values": Drawn(2, "ulysses", streams=(Stream("video", 8),), heads=4, kv_heads=4, value_size=6),
     "masked": Drawn(2, "ulysses", streams=(Stream("video", 12),), heads=4, kv_heads=4, mask="full", seed=1),
     "masked ring": Drawn(2, "ring", streams=(Stream("video", 12),), heads=3, kv_heads=3, mask="key_padding", seed=2),
     "ring": Drawn(3, "ring", streams=(Stream("video", 13),), heads=4, kv_heads=2, batch=2, lse=True),
@@ -32,6 +33,9 @@ SEEN_BY = {
     "the mask ignored": {"masked", "masked ring"},
     "a wrong LSE layout": {"masked ring", "ring", "text, both ways"},
     "a stale plan": {"more rows"},
+    "values as wide as keys": {"wide values"},
+    "heads-first results": {"some rows", "more rows", "groups", "masked", "ring", "text", "wide values"},
+    "an agreement ignored": {"some rows", "masked ring", "ring", "text, both ways", "wide values"},
     "a KV head off by one": {"some rows", "more rows", "groups", "masked", "text, both ways"},
 }
 """Which calls have to turn red; others may."""
