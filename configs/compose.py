@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from configs.faults import Fault, unknown_name_remedy
@@ -32,6 +33,9 @@ from configs.specs import registered_twice
 __all__ = ["compose", "known_keys", "presets", "to_mapping"]
 
 PROMPT = "generate.prompt"
+GUIDANCE = "generate.guidance"
+UNGUIDED: Mapping[str, Any] = MappingProxyType({"generate.guidance_2": None, "generate.negative_prompt": ""})
+"""Settings that only guidance reads, at the value that a run without guidance takes."""
 
 
 def compose(
@@ -73,13 +77,14 @@ def compose(
 
 
 def _idle_preset_values(merged: Merged) -> dict[str, Any]:
-    """Preset values that a higher layer leaves without a use, at the value that says so.
+    """Replace preset values that a higher layer's guidance leaves without a use.
 
-    Without guidance no stage is guided: `generate.guidance=1` need not be followed by `generate.guidance_2=null`.
+    At guidance 1 or less the pipelines guide no stage and read no negative prompt. The user then need not add
+    `generate.guidance_2=null generate.negative_prompt=""` to `generate.guidance=1`.
     """
-    first, second = "generate.guidance", "generate.guidance_2"
-    from_preset = merged.ranks.get(second) == 0 < merged.ranks.get(first, 0)
-    return {second: None} if from_preset and merged.values[first] <= 1 else {}
+    if merged.ranks.get(GUIDANCE, 0) == 0 or merged.values[GUIDANCE] > 1:
+        return {}
+    return {key: value for key, value in UNGUIDED.items() if merged.ranks.get(key) == 0}
 
 
 def _preset_name(layers: Sequence[Layer], environ: Mapping[str, str] | None) -> tuple[str, list[Fault]]:
