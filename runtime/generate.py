@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
 from runtime.signals import signals_held, terminated_by_signal
-from runtime.summary import RequestRecord, Status, failure_of, summary, versions
+from runtime.summary import Driver, RequestRecord, Status, failure_of, summary, versions
 from runtime.video import encoder_fault
 
 
@@ -43,7 +44,7 @@ class _Recorder(Observer):
         self._path = path
         self._progress = progress
         self._request = request
-        self._began, self._started = datetime.now(), time.monotonic()
+        self._began, self._started = datetime.now().astimezone(), time.monotonic()
         self._ran: dict[int, RequestRan] = {}
         self._steps: dict[int, list[Step]] = defaultdict(list)
 
@@ -134,9 +135,14 @@ class _Recorder(Observer):
         asked, session = self._request, self.session
         content = summary(
             status=status,
+            driver=Driver(self._began, sys.argv, platform.node()),
             world_size=session.world_size,
             device=session.device.label if session.device is not None else "",
+            device_notice=session.device_notice,
             ranks=session.places,
+            gpu_names=session.gpu_names,
+            selection=session.report,
+            start_s=session.start_s,
             requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
             elapsed_s=self.elapsed_s,
             versions=versions(),

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from backends.platforms.facts import DeviceFacts
 from backends.selection import Agreement
 from configs.faults import Fault, FaultError
 from configs.schema import ClusterConfig
@@ -27,6 +28,10 @@ class RankGroup:
 
     Raises PlacementError if the resources do not become free or a process does not answer in time, FaultError if a node
     would run other code than the driver's, RankError if a process is lost. `close` may be called at any time.
+
+    Attributes:
+        places: Where each rank runs, in rank order; empty before `place`.
+        devices: The device by rank, as the rank reports it in `set_up`.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:
@@ -34,10 +39,11 @@ class RankGroup:
         self._placement: ray_api.Placement | None = None
         self._actors: list[ray_api.Actor] = []
         self.places: tuple[RankPlace, ...] = ()
+        self.devices: dict[int, DeviceFacts] = {}
 
     def place(self, world_size: int, platform: str, nodes: Sequence[ray_api.Node]) -> None:
         """Reserve a bundle for each rank and start its process; sets `places`."""
-        self.places = ()
+        self.places, self.devices = (), {}
         timeout = self._cluster.start_timeout_s
         one_node = fits_one_node(world_size, platform, nodes)
         self._placement = ray_api.Placement(world_size, gpus_per_rank=int(platform == "cuda"), one_node=one_node)
@@ -68,6 +74,7 @@ class RankGroup:
         model. Raises DisagreementError if ranks resolved a role differently, before any of them loads.
         """
         resolved = self._wired("resolve", specs, on_event)
+        self.devices = {rank: wired.device for rank, wired in resolved.items()}
         agreement: Agreement = {}
         if specs[0].config.attention.agreement == "negotiate":
             agreement = negotiate(resolved, self.places)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from configs.faults import Fault
@@ -25,8 +27,16 @@ STOP_S = 1.5
 
 
 class LiveRanks:
-    """The processes of all ranks. tell: is given what is done and what was decided, as lines. group: to drive them.
-    ray_messages: what Ray said of the cluster meanwhile, for the run folder.
+    """The processes of all ranks.
+
+    Args:
+        config: The run.
+        tell: Called with what is done and what was decided, as lines.
+
+    Attributes:
+        group: The ranks, to drive them.
+        ray_messages: What Ray reported of the cluster meanwhile, for the run folder.
+        start_s: Seconds of each finished phase of the start: connect, place, import, load.
     """
 
     def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
@@ -34,6 +44,7 @@ class LiveRanks:
         self._tell = tell
         self.group = RankGroup(config.cluster)
         self.ray_messages: list[str] = []
+        self.start_s: dict[str, float] = {}
         self._owns_cluster = False
         self._connected = False
         self._let_ray_print: Callable[[], None] | None = None
@@ -52,19 +63,29 @@ class LiveRanks:
         self._owns_cluster = not ray_api.joins_other(config.cluster.address)
         self._let_ray_print = ray_api.keep_messages(self.ray_messages)
         was_connected = ray_api.is_connected()
-        _connect(config, self._starter)
-        self._connected = not was_connected
-        ground = survey()
+        with self.timed("connect"):
+            _connect(config, self._starter)
+            self._connected = not was_connected
+            ground = survey()
         chosen = "" if config.parallel.world_size else " (parallel.world_size=auto)"
         ranks = "1 rank" if ground.world_size == 1 else f"{ground.world_size} ranks"
         self._tell(f"{ranks} on {ground.device.label}, {ground.dtype}{chosen}")
         if ground.notice:
             self._tell(ground.notice)
-        self.group.place(ground.world_size, ground.device.platform, ground.nodes)
+        with self.timed("place"):
+            self.group.place(ground.world_size, ground.device.platform, ground.nodes)
         on_placed(self.group.places)
         self._tell("importing torch and the model's library on every rank")
-        self.group.create(worker)
+        with self.timed("import"):
+            self.group.create(worker)
         return ground
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Record the seconds of a phase of the start, if it finishes."""
+        began = time.monotonic()
+        yield
+        self.start_s[phase] = time.monotonic() - began
 
     def specs(self, ground: Ground, config: RunConfig, backends: dict[str, str], pipeline: str = "") -> list[RankSpec]:
         """What each rank is told; the first one has opened its store by then."""

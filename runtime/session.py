@@ -17,7 +17,7 @@ from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, RankPlace
 from runtime.live import LiveRanks
 from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
-from runtime.preflight import check_without_ray, survey
+from runtime.preflight import Ground, check_without_ray, survey
 from runtime.report import SelectionReport, merge
 from runtime.requests import Generation, Request, with_plain_numbers
 from runtime.signals import terminated_by_signal
@@ -72,6 +72,7 @@ class Session:
             config = replace(config, attention=attention_settings(attention))
         self.config = config
         self.device: DeviceFacts | None = None
+        self.device_notice = ""
         self.world_size = 0
         self._observer = observer if observer is not None else Observer()
         self._worker = worker
@@ -104,6 +105,16 @@ class Session:
     def places(self) -> tuple[RankPlace, ...]:
         """Where the ranks run, by rank; empty before they are placed."""
         return self._live.group.places
+
+    @property
+    def gpu_names(self) -> dict[int, str]:
+        """The name of each rank's GPU as the rank reports it, empty on a CPU; no ranks before they have."""
+        return {rank: device.name for rank, device in self._live.group.devices.items()}
+
+    @property
+    def start_s(self) -> dict[str, float]:
+        """Seconds of each finished phase of the start: connect, place, import, load."""
+        return dict(self._live.start_s)
 
     @property
     def ray_messages(self) -> list[str]:
@@ -187,19 +198,22 @@ class Session:
         self._ran = []
         if self.device is not None:
             self._node = LocalNode()  # so may its GPUs
-        self.device, self.world_size = None, 0
+        self.device, self.device_notice, self.world_size = None, "", 0
 
     def _start(self, folder: FolderFacts) -> None:
-        ground = self._live.start(
-            lambda: survey(self.config, folder, self._registry, self._node), self._worker, self._observer.on_placed
-        )
-        self.device, self.world_size = ground.device, ground.world_size
+        ground = self._live.start(lambda: self._survey(folder), self._worker, self._observer.on_placed)
         path = self.config.model.path
         # Ranks have working directories of their own.
         absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
         config = replace(self.config, model=ModelConfig(absolute))
-        specs = self._live.specs(ground, config, self._registry.paths(), folder.pipeline)
-        self._live.group.set_up(specs, self._observer.on_event)
+        with self._live.timed("load"):
+            specs = self._live.specs(ground, config, self._registry.paths(), folder.pipeline)
+            self._live.group.set_up(specs, self._observer.on_event)
+
+    def _survey(self, folder: FolderFacts) -> Ground:
+        ground = survey(self.config, folder, self._registry, self._node)
+        self.device, self.device_notice, self.world_size = ground.device, ground.notice, ground.world_size
+        return ground
 
 
 def _kinds(given: Any) -> str:

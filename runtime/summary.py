@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from backends.platforms.facts import installed
 from parallel.events import RequestRan, Step
 from runtime.errors import RankError, RankPlace, TerminatedError
+from runtime.report import SelectionReport
 from runtime.signals import SignalInterrupt
 
 VERSION = 1
@@ -30,6 +32,21 @@ class Failure:
     rank: int | None = None
     node: str | None = None
     phase: str | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The process that started the run.
+
+    Attributes:
+        began: When the run began, with a time zone.
+        command: The process's arguments, the program first.
+        hostname: Its host.
+    """
+
+    began: datetime
+    command: Sequence[str]
+    hostname: str
 
 
 @dataclass(frozen=True)
@@ -66,30 +83,77 @@ def versions() -> dict[str, str | None]:
 def summary(
     *,
     status: Status,
+    driver: Driver,
     world_size: int,
     device: str,
+    device_notice: str,
     ranks: Iterable[RankPlace],
+    gpu_names: Mapping[int, str],
+    selection: SelectionReport,
+    start_s: Mapping[str, float],
     requests: Iterable[RequestRecord],
     elapsed_s: float,
     versions: Mapping[str, str | None],
     error: Failure | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run. device: a label such as `cpu` or `cuda:9.0`. elapsed_s: of the whole run, in seconds."""
+    """Build the content of summary.json.
+
+    Args:
+        status: How the run ended.
+        driver: The process that started the run.
+        world_size: The number of ranks.
+        device: The device of the ranks, a label such as `cpu` or `cuda:9.0`.
+        device_notice: Why the ranks use no GPU, if nvidia-smi failed; empty otherwise.
+        ranks: Where each rank runs.
+        gpu_names: The name of the GPU by rank; empty on a CPU, and absent before the rank has reported it.
+        selection: What the layers have run so far.
+        start_s: Seconds of each finished phase of the start: connect, place, import, load.
+        requests: The requests, in order.
+        elapsed_s: Seconds of the whole run.
+        versions: Versions by package.
+        error: What ended the run early.
+
+    Returns:
+        The content, as plain values for JSON.
+    """
     return {
         "version": VERSION,
         "status": status,
         "error": None if error is None else asdict(error),
+        "began": driver.began.isoformat(timespec="seconds"),
+        "command": list(driver.command),
+        "host": driver.hostname,
         "versions": dict(versions),
         "world_size": world_size,
         "device": device,
-        "ranks": [_rank(place) for place in sorted(ranks, key=lambda place: place.rank)],
+        "device_notice": device_notice or None,
+        "ranks": [_rank(place, gpu_names) for place in sorted(ranks, key=lambda place: place.rank)],
+        "parallel": _parallel(selection),
+        "start_s": dict(start_s),
         "requests": [_request(record, world_size) for record in requests],
         "elapsed_s": elapsed_s,
     }
 
 
-def _rank(place: RankPlace) -> dict[str, Any]:
-    return {"rank": place.rank, "node": place.hostname, "pid": place.pid, "gpu": place.gpu or None}
+def _rank(place: RankPlace, gpu_names: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        "rank": place.rank,
+        "node": place.hostname,
+        "address": place.host,
+        "pid": place.pid,
+        "gpu": place.gpu or None,
+        "gpu_name": gpu_names.get(place.rank) or None,
+    }
+
+
+def _parallel(selection: SelectionReport) -> list[dict[str, Any]]:
+    """The strategy and the degrees of each role, without the details that selection.json has."""
+    rows: list[dict[str, Any]] = []
+    for entry in selection.entries:
+        row = {"model": entry.model, "role": entry.role, "strategy": entry.strategy, **entry.degrees}
+        if row not in rows:
+            rows.append(row)
+    return rows
 
 
 def _request(record: RequestRecord, world_size: int) -> dict[str, Any]:

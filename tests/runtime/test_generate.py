@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,16 @@ def test_the_run_folder_is_whole(runs: dict[int, Path]) -> None:
     Draft202012Validator(schema("summary")).validate(content)
     assert content["status"] == "done"
     assert len(content["ranks"]) == 2
+    assert datetime.fromisoformat(content["began"]).utcoffset() is not None
+    assert "generate" in content["command"]
+    assert f"run.dir={folder}" in content["command"]
+    assert {rank["node"] for rank in content["ranks"]} == {content["host"]} == {os.uname().nodename}
+    assert set(content["start_s"]) == {"connect", "place", "import", "load"}
+    assert 0 < sum(content["start_s"].values()) < content["elapsed_s"]
+    roles = {row["role"]: (row["strategy"], row["ulysses"], row["ring"]) for row in content["parallel"]}
+    assert roles == {"self": ("ulysses", 2, 1), "cross": ("local", 1, 1)}
+    (request,) = content["requests"]
+    assert all(request["peak_memory_bytes"][rank] > 0 for rank in ("0", "1"))
     assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["seed"] == 7
     assert (folder / "video.mp4").stat().st_size > 1000
     assert (folder / "frames.png").read_bytes().startswith(b"\x89PNG")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from backends.platforms.facts import LocalNode
 from configs.compose import compose
 from configs.faults import Fault, FaultError
 from parallel.events import Artefact, Phase
@@ -35,7 +36,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Recorder:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config, faults = compose(["generate.prompt=x", "parallel.world_size=1", "run.device=cpu"], environ={})
     assert config is not None, faults
-    made = _Recorder(config, None, PlainProgress(1, io.StringIO()), request_of(config))
+    made = _Recorder(config, None, PlainProgress(1, io.StringIO()), request_of(config), LocalNode())
     made.folder = RunFolder.create(tmp_path / "run", datetime.now())
     return made
 

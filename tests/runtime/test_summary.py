@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from configs.faults import Fault, FaultError
 from parallel.events import RequestRan, Step, Traffic
 from runtime.errors import RankError, RankPlace, RankTrouble
-from runtime.summary import Failure, RequestRecord, failure_of, summary, versions
-from tests.runtime.report_values import check_schema
+from runtime.report import SelectionReport, merge
+from runtime.summary import Driver, Failure, RequestRecord, failure_of, summary, versions
+from tests.runtime.report_values import CROSS, SELF, check_schema, ran
 
 PLACES = (RankPlace(1, "n1", "10.0.0.2", "beta", 12, "3"), RankPlace(0, "n0", "10.0.0.1", "alpha", 11))
+BEGAN = datetime(2026, 3, 1, 12, 30, 5, 999, timezone(timedelta(hours=1)))
+NOTHING_RAN = SelectionReport(2, (), ())
 SENT = Traffic({"scatter_heads": 4}, {"scatter_heads": 1024})
 
 
@@ -28,9 +33,14 @@ def record(ran: dict[int, RequestRan], steps: dict[int, list[float]]) -> Request
 def built(**changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "status": "done",
+        "driver": Driver(BEGAN, ["raylysses", "generate", "--prompt", "a fox"], "head"),
         "world_size": 2,
         "device": "cpu",
+        "device_notice": "",
         "ranks": PLACES,
+        "gpu_names": {},
+        "selection": NOTHING_RAN,
+        "start_s": {},
         "requests": [],
         "elapsed_s": 3.5,
         "versions": versions(),
@@ -65,9 +75,35 @@ def test_a_request_that_never_finished_says_how_far_it_came() -> None:
 
 
 def test_ranks_are_listed_in_order_with_their_gpu() -> None:
-    assert built()["ranks"] == [
-        {"rank": 0, "node": "alpha", "pid": 11, "gpu": None},
-        {"rank": 1, "node": "beta", "pid": 12, "gpu": "3"},
+    assert built(gpu_names={0: "", 1: "NVIDIA H200"})["ranks"] == [
+        {"rank": 0, "node": "alpha", "address": "10.0.0.1", "pid": 11, "gpu": None, "gpu_name": None},
+        {"rank": 1, "node": "beta", "address": "10.0.0.2", "pid": 12, "gpu": "3", "gpu_name": "NVIDIA H200"},
+    ]
+
+
+def test_the_driver_is_named_with_its_command_and_when_it_began() -> None:
+    content = built()
+    assert content["began"] == "2026-03-01T12:30:05+01:00"
+    assert content["command"] == ["raylysses", "generate", "--prompt", "a fox"]
+    assert content["host"] == "head"
+
+
+def test_the_reason_for_a_run_without_gpus_is_kept() -> None:
+    assert built()["device_notice"] is None
+    notice = "no GPU is used: nvidia-smi failed with exit code 9; mend the driver, or set run.device=cpu"
+    assert built(device_notice=notice)["device_notice"] == notice
+
+
+def test_finished_phases_of_the_start_have_their_seconds() -> None:
+    assert built(start_s={"connect": 1.5, "place": 0.5})["start_s"] == {"connect": 1.5, "place": 0.5}
+
+
+def test_each_role_has_its_strategy_and_degrees_once() -> None:
+    ring = replace(SELF, degrees=(1, 2))
+    events = [ran(ring), ran(ring, layer=1), ran(CROSS)]
+    assert built(selection=merge([(rank, event) for rank in (0, 1) for event in events], 2))["parallel"] == [
+        {"model": "transformer", "role": "self", "strategy": "ulysses", "ulysses": 1, "ring": 2},
+        {"model": "transformer", "role": "cross", "strategy": "local", "ulysses": 1, "ring": 1},
     ]
 
 
