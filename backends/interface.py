@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from backends.options import Blocks
@@ -205,15 +205,25 @@ class AttentionBackend(ABC):
         blocks: Blocks = (),
         probe: Probe | None = None,
     ) -> Validation:
-        """The first variant, in declared order, that serves the call with the options; if none does, the faults of
-        all of them. version: only variants of it. probe: asked last of one that would serve.
+        """Find the first variant, in declared order, that serves the call with the options.
+
+        Args:
+            required: What the call asks.
+            device: Where it runs.
+            version: Take only variants of this version.
+            blocks: The option blocks that are set.
+            probe: Asked last of a variant that would serve.
+
+        Returns:
+            The variant, or every fault: those of all variants that are built for the device; on a device that none is
+            built for, the device and what every variant refuses.
         """
         listed = [variant for variant in cls.variants if version in (None, variant.version)]
         if not listed:
             return Validation(None, (cls._version_fault(version),))
         built = [variant for variant in listed if variant.chip_fault(device) is None]
         if not built:
-            return Validation(None, (chip_fault(listed, device),))
+            return Validation(None, (chip_fault(listed, device), *cls._faults_of_all(listed, required, device, blocks)))
         refused = []
         for variant in built:  # another chip's variant has nothing to say
             faults = (*variant.faults(required, device), *cls.option_faults(variant, required, blocks))
@@ -223,6 +233,23 @@ class AttentionBackend(ABC):
                 return Validation(variant)
             refused.append((variant, faults))
         return Validation(None, _merge_variant_faults(refused))
+
+    @classmethod
+    def _faults_of_all(
+        cls, variants: list[Variant], required: Requirements, device: DeviceFacts, blocks: Blocks
+    ) -> tuple[Fault, ...]:
+        """What every variant refuses in the call, so that another device would not help.
+
+        Only variants for the platform count, or else those for CUDA: that another vendor's kernels would take the call
+        helps nobody who has no such device.
+        """
+        variants = [v for v in variants if v.is_for(device.platform)] or [v for v in variants if v.is_for("cuda")]
+        refused = [
+            (variant, (*variant.takes.faults(required), *cls.option_faults(variant, required, blocks)))
+            for variant in variants
+        ]
+        common = set.intersection(*({fault.key for fault in faults} for _, faults in refused)) if refused else set()
+        return _merge_variant_faults([(v, tuple(f for f in faults if f.key in common)) for v, faults in refused])
 
     @classmethod
     def validate_configuration(cls, required: Requirements, device: DeviceFacts) -> list[Fault]:
@@ -256,13 +283,15 @@ class AttentionBackend(ABC):
 
 
 def _merge_variant_faults(refused: list[tuple[Variant, tuple[Fault, ...]]]) -> tuple[Fault, ...]:
-    """What all variants share is said once; what is one variant's own names the variant."""
-    merged: list[Fault] = []
+    """Each fault once, with the variants that have it, unless all do."""
+    owners: dict[Fault, list[str]] = {}
     for variant, faults in refused:
-        for fault in faults:
-            shared = all(fault in others for _, others in refused)
-            rule = fault.rule if shared else f"variant {variant.name}: {fault.rule}"
-            named = Fault(fault.key, fault.value, rule, fault.remedy, fault.allowed)
-            if named not in merged:
-                merged.append(named)
-    return tuple(merged)
+        for fault in dict.fromkeys(faults):
+            owners.setdefault(fault, []).append(variant.name)
+
+    def named(fault: Fault, names: list[str]) -> Fault:
+        if len(names) == len(refused):
+            return fault
+        return replace(fault, rule=f"variant{'s' * (len(names) > 1)} {', '.join(names)}: {fault.rule}")
+
+    return tuple(named(fault, names) for fault, names in owners.items())

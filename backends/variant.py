@@ -163,9 +163,13 @@ class Variant:
     def faults(self, required: Requirements, device: DeviceFacts) -> tuple[Fault, ...]:
         """Every reason why this variant cannot serve the call on the device; empty if it can."""
         chip = self.chip_fault(device)
-        if chip is not None:
-            return (chip,)
+        if chip is not None:  # its package may not even be for this device
+            return (chip, *self.takes.faults(required))
         return (*self._package_faults(device), *self.takes.faults(required))
+
+    def is_for(self, platform: str) -> bool:
+        """Whether some of its chips are of a platform, such as `cuda`."""
+        return any(chip.partition(":")[0] == platform for chip in self.chips)
 
     def chip_fault(self, device: DeviceFacts) -> Fault | None:
         """The fault of a device that the kernels are not built for."""

@@ -72,17 +72,16 @@ class Explanation:
         for other in self.alternatives:
             if (other.model, other.role, other.backend) in told:
                 continue
-            for fault in other.faults or ("",):
-                roles = grouped.setdefault((other.backend, fault), [])
-                if other.role not in roles:
-                    roles.append(other.role)
+            roles = grouped.setdefault((other.backend, "; ".join(other.faults)), [])
+            if other.role not in roles:
+                roles.append(other.role)
         serving: dict[str, list[str]] = {}
         for (name, fault), roles in grouped.items():
             if not fault:
                 serving.setdefault(", ".join(roles), []).append(name)
         could = [f"{roles}: would serve too: {', '.join(sorted(names))}" for roles, names in serving.items()]
-        refused = sorted((name, fault, ", ".join(roles)) for (name, fault), roles in grouped.items() if fault)
-        return could + [f"{roles}: not {name}: {fault}" for name, fault, roles in refused]
+        refused = sorted((name, faults, ", ".join(roles)) for (name, faults), roles in grouped.items() if faults)
+        return could + [f"{roles}: not {name}: {faults}" for name, faults, roles in refused]
 
 
 def explain(config: RunConfig, device: str = "here", packages: str = "here") -> Explanation:

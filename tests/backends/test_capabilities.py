@@ -196,9 +196,23 @@ def test_every_fault_of_a_call_is_found_at_once() -> None:
 
 
 def test_a_wrong_chip_is_said_with_the_chips_that_would_do() -> None:
-    (fault,) = backend_of("CUDNN_ATTN").validate_configuration(call(300), DeviceFacts("cuda", (7, 5)))
+    (fault,) = backend_of("CUDNN_ATTN").validate_configuration(call(64), DeviceFacts("cuda", (7, 5)))
     assert fault.rule == "it runs on cuda:8.x, cuda:9.x, cuda:10.x, cuda:11.x, cuda:12.x only, and this is cuda:7.5"
     assert fault.allowed == ("cuda:8.x", "cuda:9.x", "cuda:10.x", "cuda:11.x", "cuda:12.x")
+
+
+def test_a_wrong_chip_hides_nothing_that_every_variant_refuses() -> None:
+    asked = replace(call(300), dtype="float32", mask="per_head", sinks=True)
+    found = backend_of("FLASH_ATTN").validate_configuration(asked, DeviceFacts("cpu"))
+    assert {fault.key for fault in found} >= {"device", "head_size", "dtype", "mask"}
+    assert found[0].key == "device"
+    assert len(set(found)) == len(found)
+
+
+def test_what_some_variant_for_the_platform_takes_is_no_fault_beside_a_wrong_chip() -> None:
+    asked = replace(call(64), dtype="float16", window=True)  # fa3 takes neither, fa2 and fa4 take both
+    (fault,) = backend_of("FLASH_ATTN").validate_configuration(asked, DeviceFacts("cuda", (7, 5)))
+    assert fault.key == "device"
 
 
 @pytest.mark.parametrize(
