@@ -145,6 +145,8 @@ class Admissions:
             if fault is None:
                 raise
         except ExchangeError as error:
+            if fault is not None:
+                raise fault from error  # the other ranks may be in the exchange that this rank refuses
             error.layer = rules.name
             raise
         if fault is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+import parallel.admission
 from backends.interface import AttentionMetadata, PackedLengths
 from configs.schema import ParallelConfig
 from parallel.agreement import CallFacts, ForwardFacts, RankDisagreementError, agree
@@ -21,6 +22,7 @@ from parallel.attention import Attention
 from parallel.mesh import Mesh
 from parallel.pieces import take
 from parallel.plan import ShardPlan, Stream, plan_streams
+from parallel.transport.errors import ExchangeError
 from tests.parallel.cases import Case, GlooRanks, exact, layer_of, metadata_of, tensors_of
 from tests.parallel.layers import CPU, context_of
 
@@ -429,6 +431,20 @@ def test_a_disagreement_on_calls_survives_pickling() -> None:
     back = pickle.loads(pickle.dumps(error))
     assert (type(back), back.facts, str(back)) == (RankDisagreementError, error.facts, str(error))
     assert "fault: rank 0 has none, rank 1 has no" in str(back)
+
+
+def test_a_rank_whose_peers_do_not_answer_raises_its_own_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(facts: CallFacts, mesh: Mesh) -> None:
+        raise ExchangeError("the agreement", "timed out")
+
+    monkeypatch.setattr(parallel.admission, "agree", unanswered)
+    layer = layer_of(Mesh(0, 2, CPU), USUAL, STRATEGIES["ulysses"])
+    query, key, value = (tensor[:, :4] for tensor in tensors_of(USUAL))
+    with pytest.raises(ValueError, match=r"^attention: a sharded sequence needs plan=") as caught:
+        layer(query, key, value)
+    assert isinstance(caught.value.__cause__, ExchangeError)
+    with pytest.raises(ExchangeError, match="timed out"):
+        layer(query, key, value, plan=layer.plan_of(*USUAL.streams))
 
 
 def test_plans_with_pieces_at_other_places_are_refused() -> None:
