@@ -17,6 +17,7 @@ AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 OUTPUTS = ("video", "frames")
+IMAGE_FITS = ("crop", "pad", "stretch")
 AGREEMENTS = ("require", "negotiate")
 ON_UNSUPPORTED = ("error", "fallback")
 STRATEGIES = (AUTO, "local", "ulysses", "ring", "gather_kv")
@@ -50,7 +51,10 @@ class ModelConfig(NamedFields):
 
 @dataclass(frozen=True)
 class GenerateConfig(NamedFields):
-    """What to make. Sizes are in pixels and frames; the model rounds nothing silently (see `runtime.check`)."""
+    """What to make. Sizes are in pixels and frames; the model rounds nothing silently (see `runtime.check`).
+
+    image_fit: how a first frame of other proportions meets the video's, out of `IMAGE_FITS`; None is `crop`.
+    """
 
     prompt: str
     negative_prompt: str
@@ -63,6 +67,7 @@ class GenerateConfig(NamedFields):
     width: int
     fps: int
     image: str | None = None
+    image_fit: str | None = None
 
 
 @dataclass(frozen=True)

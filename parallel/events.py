@@ -50,6 +50,34 @@ class Step:
 
 
 @dataclass(frozen=True)
+class PromptCut:
+    """A prompt that is longer than what the text encoder reads.
+
+    Attributes:
+        request: The request's number, from 0.
+        name: `prompt` or `negative_prompt`.
+        tokens: How many tokens the text has, with the one that ends it.
+        limit: How many the text encoder reads.
+        left_out: The text that it does not read.
+    """
+
+    request: int
+    name: str
+    tokens: int
+    limit: int
+    left_out: str
+
+    @property
+    def text(self) -> str:
+        """What happened, as a line."""
+        start = self.left_out if len(self.left_out) <= 60 else f"{self.left_out[:60]}..."
+        return (
+            f"generate.{self.name}: {self.tokens} tokens, and the text encoder reads {self.limit}: "
+            f"the last {self.tokens - self.limit} are left out, from {start!r}"
+        )
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Collective calls and bytes that left one rank, by verb: scatter_heads, gather_heads, rotate_keys (a step of a
     ring), gather_keys, gather_rows; those of a backward pass end in `_backward`.
@@ -76,7 +104,8 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
 class RequestRan:
     """A request that a rank has finished. planned: from the shard plans; measured: counted by the transport.
 
-    seconds: by phase. forwards: by model name. peak_memory_bytes: of the device; on CPU of the process.
+    seconds: by phase. forwards: by model name. peak_memory_bytes: of the device; on CPU of the process. latents: sums
+    over equal pieces of this rank's latents, which all ranks have to share.
     """
 
     request: int
@@ -86,6 +115,7 @@ class RequestRan:
     seconds: Mapping[str, float]
     rows: Mapping[str, int]
     peak_memory_bytes: int = 0
+    latents: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,4 +127,4 @@ class Artefact:
     array: Any
 
 
-Event = AttentionRan | Phase | Step | RequestRan | Artefact
+Event = AttentionRan | Phase | Step | PromptCut | RequestRan | Artefact

@@ -4,7 +4,6 @@ faults at once.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import lcm
@@ -22,7 +21,8 @@ from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
 from parallel.plan import Strategy
 from parallel.planner import plan_role
 from runtime.errors import PlacementError
-from runtime.model_folder import FolderFacts
+from runtime.first_frame import picture_faults
+from runtime.model_folder import WITH_IMAGE, FolderFacts
 from runtime.requests import Request
 
 NCCL_PACKAGE = "nccl4py"
@@ -60,10 +60,9 @@ def _value_faults(request: Request) -> list[Fault]:
     for field in fields(request):
         key, value = f"{'run' if field.name == 'seed' else 'generate'}.{field.name}", getattr(request, field.name)
         if field.name == "image":
-            if value is not None and not isinstance(value, bytes):
-                found.append(Fault(key, type(value).__name__, "takes bytes, the content of a file", "read the file"))
+            found += [] if value is None else picture_faults(value)
             continue
-        if value is None and field.name != "guidance_2":
+        if value is None and field.name not in ("guidance_2", "image_fit"):
             checked = Refusal("is missing", "give it a value")
         else:
             checked = check_value(key, value, repr(value))
@@ -117,33 +116,31 @@ def _unguided(request: Request) -> str:
 
 
 def _image_faults(request: Request, folder: FolderFacts) -> list[Fault]:
-    if folder.takes_image and request.image is None:
+    found = []
+    if folder.needs_image and request.image is None:
         rule = f"the model ({folder.pipeline}) starts from an image"
-        return [Fault("generate.image", None, rule, "add generate.image=FILE")]
+        found.append(Fault("generate.image", None, rule, "add generate.image=FILE"))
     if request.image is not None and not folder.takes_image:
-        rule = f"the model ({folder.pipeline}) takes no image"
-        return [Fault("generate.image", None, rule, "leave it out, or give an image-to-video folder")]
-    return []
+        rule = f"the model's pipeline ({folder.pipeline}) takes no image"
+        remedy = f"leave it out, or give a folder whose model_index.json names {WITH_IMAGE}"
+        found.append(Fault("generate.image", None, rule, remedy))
+    if request.image is None and request.image_fit is not None and not folder.needs_image:
+        rule = "without generate.image nothing would use it"
+        found.append(Fault("generate.image_fit", request.image_fit, rule, "leave it out, or add generate.image=FILE"))
+    return found
 
 
 def read_image(path: str | None) -> tuple[bytes | None, list[Fault]]:
-    """The bytes of an image file that can be opened to its last row; none for None."""
+    """The bytes of an image file that can serve as a first frame; none for None."""
     if path is None:
         return None, []
-    from PIL import Image, UnidentifiedImageError
-
     try:
         content = Path(path).read_bytes()
-        with Image.open(io.BytesIO(content)) as picture:
-            picture.load()
-    except UnidentifiedImageError:
-        return None, [Fault("generate.image", path, "it is no picture", "give a PNG or JPEG file")]
-    except (SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged or a huge file
-        return None, [Fault("generate.image", path, f"it cannot be opened ({error})", "give a PNG or JPEG file")]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         return None, [Fault("generate.image", path, f"it cannot be read ({reason})", "give a whole PNG or JPEG file")]
-    return content, []
+    faults = picture_faults(content, path)
+    return (None if faults else content), faults
 
 
 def probed_packages(registry: Registry) -> tuple[str, ...]:

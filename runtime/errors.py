@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.faults import FaultError
 
@@ -71,6 +72,12 @@ class RankTrouble:
         return line if len(line) <= BRIEF else f"{line[:BRIEF]}..."
 
 
+_WAYS_OUT = {
+    "selections": "give all nodes the same packages, or name one backend for the role",
+    "latents": "give all nodes the same packages and model files, and report it if they have them",
+}
+
+
 class RankError(Exception):
     """A rank died or raised. trouble: the root cause; consequences: what that did to other ranks."""
 
@@ -87,18 +94,23 @@ class RankError(Exception):
 
 
 class DisagreementError(Exception):
-    """Ranks that chose differently; both sides are in the message."""
+    """Ranks that must share something and differ in it.
+
+    Args:
+        lines: A line for each difference; it names both sides.
+        subject: What differs: the ranks' `selections`, or their `latents`.
+    """
 
     exit_code = 4
 
-    def __init__(self, lines: tuple[str, ...]) -> None:
+    def __init__(self, lines: tuple[str, ...], subject: Literal["selections", "latents"] = "selections") -> None:
         self.lines = lines
-        super().__init__(lines)
+        self.subject = subject
+        super().__init__(lines, subject)
 
     def __str__(self) -> str:
         listed = "\n  ".join(self.lines)
-        way_out = "give all nodes the same packages, or name one backend for the role"
-        return f"the ranks' selections differ; {way_out}:\n  {listed}"
+        return f"the ranks' {self.subject} differ; {_WAYS_OUT[self.subject]}:\n  {listed}"
 
 
 class WrongResultError(Exception):

@@ -18,7 +18,7 @@ from backends.platforms.facts import LocalNode
 from configs.compose import to_mapping
 from configs.faults import Fault, FaultError
 from configs.schema import RunConfig
-from parallel.events import Artefact, RequestRan, Step
+from parallel.events import Artefact, PromptCut, RequestRan, Step
 from runtime import ray_api
 from runtime.check import raise_if_any, read_image
 from runtime.errors import PlacementError, RankError, RankPlace, StallError, StorageError, TerminatedError
@@ -47,6 +47,7 @@ class _Recorder(Observer):
         self._began, self._started = datetime.now().astimezone(), time.monotonic()
         self._ran: dict[int, RequestRan] = {}
         self._steps: dict[int, list[Step]] = defaultdict(list)
+        self._cuts: list[PromptCut] = []
 
     def on_message(self, text: str) -> None:
         self._progress.message(text)
@@ -66,12 +67,19 @@ class _Recorder(Observer):
             self._ran[rank] = event
         elif isinstance(event, Step):
             self._steps[rank].append(event)
+        elif isinstance(event, PromptCut):
+            self._cuts.append(event)
 
     def write_outputs(self, generations: Sequence[Generation]) -> None:
         """The sheets and videos of finished requests; frames that cannot be encoded are kept as an array."""
         for index, generation in enumerate(generations):
+            if generation.first_frame is not None:
+                self._write_first_frame(index, generation.first_frame)
             if generation.frames is not None:
                 self._write_frames(index, generation.frames, generation.request.fps)
+
+    def _write_first_frame(self, index: int, content: bytes) -> None:
+        self._store(lambda folder: folder.write_first_frame(content, index))
 
     def _write_frames(self, index: int, frames: Any, fps: int) -> None:
         try:
@@ -143,7 +151,7 @@ class _Recorder(Observer):
             gpu_names=session.gpu_names,
             selection=session.report,
             start_s=session.start_s,
-            requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps)],
+            requests=[RequestRecord(0, asked.prompt, asked.seed, asked.steps, self._ran, steps, self._cuts)],
             elapsed_s=self.elapsed_s,
             versions=versions(),
             error=None if error is None else failure_of(error),

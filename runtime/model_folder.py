@@ -18,7 +18,8 @@ KEY = "model.path"
 BUILT_IN_PREFIX = "built-in:"
 BUILT_IN = ("tiny-wan",)
 """The models that come with this package, as folders of `runtime/models`."""
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+WITH_IMAGE = "WanImageToVideoPipeline"
+PIPELINES = ("WanPipeline", WITH_IMAGE)
 SHIFTS = {"flow_shift", "shift"}
 TRANSFORMERS = ("transformer", "transformer_2")
 GIVE_FOLDER = "give a local folder that diffusers' save_pretrained wrote"
@@ -28,7 +29,8 @@ COPY_AGAIN = "copy the folder again"
 @dataclass(frozen=True)
 class FolderFacts:
     """models: by component name (`transformer`, `transformer_2`). temporal, spatial: pixels per latent, in frames and
-    in rows. shifts: whether the scheduler has a flow shift to set. two_stage: whether a second transformer takes over.
+    in rows. takes_image, needs_image: whether a request may have a first frame, and whether it must. shifts: whether
+    the scheduler has a flow shift to set. two_stage: whether a second transformer takes over.
     """
 
     pipeline: str
@@ -36,6 +38,7 @@ class FolderFacts:
     temporal: int
     spatial: int
     takes_image: bool
+    needs_image: bool
     shifts: bool
     two_stage: bool
 
@@ -111,7 +114,10 @@ def _facts(index: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], p
         models=models,
         temporal=max(temporal, 1),
         spatial=max(spatial, 1),
-        takes_image=pipeline == "WanImageToVideoPipeline",
+        # A model with a timestep for each token (Wan 2.2 TI2V) takes a first frame as tokens without noise, although
+        # its folder names the pipeline without one.
+        takes_image=pipeline == WITH_IMAGE or index.get("expand_timesteps") is True,
+        needs_image=pipeline == WITH_IMAGE,
         shifts=not SHIFTS.isdisjoint(configs["scheduler"]),
         two_stage=index.get("boundary_ratio") is not None,
     )

@@ -20,6 +20,8 @@ from backends.layer_facts import DenoisingTime
 from configs.faults import Fault, FaultError
 from parallel.mesh import Mesh
 from parallel.transport.guard import exchange
+from runtime.noise import seed_global, seeded_noise
+from runtime.prompts import TEXT_TOKENS
 from runtime.requests import Request
 
 FIRST = 0
@@ -54,12 +56,13 @@ class _OverRanks:
     """Mixed into a Wan pipeline: what needs an encoder or the VAE is computed on the first rank and broadcast.
 
     on_phase is told when encoding and denoising begin, and `denoising` the time of each step. The noise is drawn on the
-    CPU, for the whole latent, from the request's seed, so every rank holds the same.
+    CPU, for the whole latent, from the request's generator (`noise`), so every rank holds the same.
     """
 
     mesh: Mesh
     on_phase: Callable[[str], None]
     denoising: DenoisingTime
+    noise: torch.Generator
 
     @property
     def _execution_device(self) -> torch.device:
@@ -73,6 +76,7 @@ class _OverRanks:
         return from_first_rank(lambda: (super(_OverRanks, self).encode_image(*args, **kwargs),), self.mesh)[0]  # type: ignore[misc]
 
     def begin_denoising(self) -> None:
+        seed_global(self.noise)  # the first rank may have drawn for its encoders
         self.on_phase("denoise")
         self.denoising.begin(step_times(self.scheduler))  # type: ignore[attr-defined]
 
@@ -90,9 +94,13 @@ class ImageToVideo(_OverRanks, WanImageToVideoPipeline):  # type: ignore[misc]
     """WanImageToVideoPipeline over ranks; the first frame goes through the VAE on the first rank."""
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
-        latents = from_first_rank(lambda: super(ImageToVideo, self).prepare_latents(*args, **kwargs), self.mesh)
+        def prepare() -> tuple[Any, ...]:
+            return *super(ImageToVideo, self).prepare_latents(*args, **kwargs), self.noise.get_state()
+
+        *latents, state = from_first_rank(prepare, self.mesh)
+        self.noise.set_state(state.cpu())  # the scheduler's steps go on from where the first rank's latents ended
         self.begin_denoising()
-        return latents
+        return tuple(latents)
 
 
 def step_times(scheduler: Any) -> list[float]:
@@ -200,9 +208,10 @@ def clocked(pipe: Any, clock: PhaseClock) -> Iterator[None]:
 
 
 def denoise(pipe: Any, request: Request, clock: PhaseClock, on_step: Callable[[int, float], None]) -> torch.Tensor:
-    """The latents of a request [1, C, F, H, W] in fp32, on every rank. on_step gets the step, from 1, and its
-    seconds.
+    """The latents of a request [1, C, F, H, W] in fp32, on every rank. Its image has the video's size. on_step gets the
+    step, from 1, and its seconds.
     """
+    pipe = _pipeline_for(pipe, request)
     last: float | None = None
 
     def after_step(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -215,31 +224,46 @@ def denoise(pipe: Any, request: Request, clock: PhaseClock, on_step: Callable[[i
         last = now
         return {}
 
-    image = {} if request.image is None else {"image": _image(request)}
+    image = {} if request.image is None else {"image": _image(request.image)}
     two_stage = {} if pipe.config.boundary_ratio is None else {"guidance_scale_2": request.guidance_2}
-    (latents,) = pipe(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_frames=request.frames,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance,
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        callback_on_step_end=after_step,
-        output_type="latent",
-        return_dict=False,
-        **image,
-        **two_stage,
-    )
+    with seeded_noise(pipe.scheduler, request.seed, pipe.mesh.device) as pipe.noise:
+        (latents,) = pipe(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            height=request.height,
+            width=request.width,
+            num_frames=request.frames,
+            num_inference_steps=request.steps,
+            guidance_scale=request.guidance,
+            generator=pipe.noise,
+            max_sequence_length=TEXT_TOKENS,
+            callback_on_step_end=after_step,
+            output_type="latent",
+            return_dict=False,
+            **image,
+            **two_stage,
+        )
     return latents  # type: ignore[no-any-return]
 
 
-def _image(request: Request) -> Any:
+def _pipeline_for(pipe: Any, request: Request) -> Any:
+    """The pipeline that serves a request.
+
+    A model that starts with or without a first frame gets another pipeline over the same parts for one with it.
+    """
+    if request.image is None or isinstance(pipe, ImageToVideo):
+        return pipe
+    options = {name: pipe.config[name] for name in ("boundary_ratio", "expand_timesteps")}
+    sibling = ImageToVideo(**pipe.components, **options)
+    sibling.mesh, sibling.denoising, sibling.on_phase = pipe.mesh, pipe.denoising, pipe.on_phase
+    sibling.set_progress_bar_config(disable=True)
+    return sibling
+
+
+def _image(content: bytes) -> Any:
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(request.image or b"")).convert("RGB")
-    return picture.resize((request.width, request.height))
+    return Image.open(io.BytesIO(content))
 
 
 @torch.no_grad()

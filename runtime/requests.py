@@ -11,8 +11,10 @@ from configs.schema import RunConfig
 
 @dataclass(frozen=True)
 class Request:
-    """Sizes in pixels and frames. image: the first frame of an image-to-video request, as the bytes of an image
-    file.
+    """One video to make.
+
+    Sizes are in pixels and frames. image: the first frame of an image-to-video request, as the bytes of an image file.
+    image_fit: how it meets the video's proportions: `crop` (also None), `pad` or `stretch`.
     """
 
     prompt: str
@@ -26,6 +28,7 @@ class Request:
     width: int
     fps: int
     image: bytes | None = None
+    image_fit: str | None = None
 
 
 def with_plain_numbers(request: Request) -> Request:
@@ -54,15 +57,19 @@ def request_of(config: RunConfig, image: bytes | None = None) -> Request:
         width=make.width,
         fps=make.fps,
         image=image,
+        image_fit=make.image_fit,
     )
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a request came to. frames: uint8 [F, H, W, 3], None if no output asked for it. latents: float32,
-    likewise.
+    """What a request came to.
+
+    frames: uint8 [F, H, W, 3], None if no output asked for it. latents: float32, likewise. first_frame: the picture
+    that the model got, as the bytes of a PNG file; None without one.
     """
 
     request: Request
     frames: Any = None
     latents: Any = None
+    first_frame: bytes | None = None

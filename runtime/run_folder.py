@@ -13,13 +13,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from configs.faults import Fault, FaultError
-from parallel.events import Artefact, AttentionRan, Event, Phase, RequestRan, Step
+from parallel.events import Artefact, AttentionRan, Event, Phase, PromptCut, RequestRan, Step
 from runtime.report import SelectionReport, selection_fields
 from runtime.video import encode_video, write_contact_sheet
 
@@ -158,6 +159,14 @@ class RunFolder:
             written.append(video)
         return tuple(written)
 
+    def write_first_frame(self, content: bytes, request: int = 0) -> Path:
+        """first_frame.png: the picture that the model started from, given as the bytes of that file."""
+        path = self._named("first_frame", ".png", request)
+        part = path.with_name(f".{path.name}.part")
+        part.write_bytes(content)
+        os.replace(part, path)
+        return path
+
     def write_latents(self, array: Any, request: int = 0) -> Path:
         """latents.safetensors with one tensor, `latents`, in the array's dtype (numpy has no bfloat16; use float32)."""
         import numpy as np
@@ -223,6 +232,8 @@ def event_fields(event: Event) -> dict[str, Any]:
             return {"name": event.name, "request": event.request}
         case Step():
             return {"request": event.request, "step": event.step, "steps": event.steps, "seconds": event.seconds}
+        case PromptCut():
+            return asdict(event)
         case RequestRan():
             return {
                 "request": event.request,

@@ -12,9 +12,11 @@ from backends.platforms.facts import DeviceFacts, LocalNode
 from backends.registry import Registry
 from configs.arguments import AttentionArgument, attention_settings
 from configs.schema import ModelConfig, RunConfig
-from parallel.events import Artefact, AttentionRan, RequestRan
+from parallel.events import Artefact, AttentionRan, PromptCut, RequestRan
 from runtime.check import raise_if_any, request_faults
 from runtime.errors import DisagreementError, RankPlace
+from runtime.first_frame import first_frame
+from runtime.latents import latent_differences
 from runtime.live import LiveRanks
 from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
 from runtime.preflight import Ground, check_without_ray, survey
@@ -160,23 +162,34 @@ class Session:
         made: dict[int, dict[str, Any]] = {index: {} for index in range(len(requests))}
         waiting = dict.fromkeys(range(len(requests)), self.world_size)
         self._finished = []
+        latents: dict[int, dict[int, tuple[float, ...]]] = {index: {} for index in range(len(requests))}
 
         def on_event(rank: int, event: Any) -> None:
             if isinstance(event, AttentionRan):
                 self._ran.append((rank, event))
             elif isinstance(event, Artefact):
                 made[event.request][event.name] = event.array
+            elif isinstance(event, PromptCut):
+                self._observer.on_message(event.text)
+            elif isinstance(event, RequestRan):
+                latents[event.request][rank] = event.latents
             self._observer.on_event(rank, event)
             if isinstance(event, RequestRan):
                 waiting[event.request] -= 1
                 if waiting[event.request] == 0:
-                    generation = Generation(requests[event.request], **made[event.request])
+                    differences = latent_differences(event.request, latents[event.request], self.places)
+                    if differences:
+                        raise DisagreementError(differences, "latents")
+                    frame = frames[event.request]
+                    generation = Generation(requests[event.request], **made[event.request], first_frame=frame)
                     self._finished.append(generation)
                     self._observer.on_generation(event.request, generation)
 
+        frames = [self._first_frame(request) for request in requests]
+        fitted = tuple(replace(request, image=frame) for request, frame in zip(requests, frames, strict=True))
         try:
             with terminated_by_signal():
-                self._live.group.drive("run", [(requests,)] * self.world_size, on_event)
+                self._live.group.drive("run", [(fitted,)] * self.world_size, on_event)
             report = self.report
             if not report.agreed:
                 raise DisagreementError(tuple(map(str, report.disagreements)))
@@ -184,6 +197,15 @@ class Session:
             self._live.close(error)
             raise
         return list(self._finished)
+
+    def _first_frame(self, request: Request) -> bytes | None:
+        """The picture that the model gets, and a message if that is not all of it."""
+        if request.image is None:
+            return None
+        frame = first_frame(request.image, request.height, request.width, request.image_fit)
+        if frame.note:
+            self._observer.on_message(frame.note)
+        return frame.content
 
     def close(self) -> None:
         """Stop the ranks, give back what they held, and stop the cluster if it is this session's own; repeatable."""

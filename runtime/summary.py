@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from backends.platforms.facts import installed
-from parallel.events import RequestRan, Step
+from parallel.events import PromptCut, RequestRan, Step
 from runtime.errors import RankError, RankPlace, TerminatedError
 from runtime.report import SelectionReport
 from runtime.signals import SignalInterrupt
@@ -59,6 +59,7 @@ class RequestRecord:
     steps: int
     ran: Mapping[int, RequestRan] = field(default_factory=dict)
     step_events: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    cuts: Sequence[PromptCut] = ()
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -163,6 +164,7 @@ def _request(record: RequestRecord, world_size: int) -> dict[str, Any]:
     return {
         "request": record.request,
         "prompt": record.prompt,
+        "tokens_left_out": {cut.name: cut.tokens - cut.limit for cut in record.cuts},
         "seed": record.seed,
         "steps": record.steps,
         "steps_done": max(step_seconds, default=0),

@@ -33,7 +33,9 @@ from parallel.transport.base import Transport
 from parallel.transport.choice import open_transport
 from parallel.transport.guard import exchange
 from runtime.model_folder import BUILT_IN_PREFIX, folder_of, read_folder
+from runtime.noise import fingerprint
 from runtime.pipelines import FIRST, PhaseClock, clocked, decode, denoise, load_pipeline
+from runtime.prompts import prompt_cuts
 from runtime.requests import Request
 from runtime.resolve import resolved_roles
 from runtime.setup import RankSpec, Wired
@@ -144,6 +146,9 @@ class Rank(Member):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         clock = PhaseClock(lambda name: emit(Phase(name, index)), device)
+        if self.mesh.rank == FIRST:
+            for cut in prompt_cuts(self.pipe.tokenizer, index, request):
+                emit(cut)
         with clocked(self.pipe, clock):
             latents = denoise(
                 self.pipe, request, clock, lambda step, seconds: emit(Step(index, step, request.steps, seconds))
@@ -155,9 +160,9 @@ class Rank(Member):
             if self.mesh.rank == FIRST and settings.outputs:
                 clock.enter("decode")
                 emit(Artefact(index, "frames", decode(self.pipe, latents)))
-        emit(self._accounts(index, clock))
+        emit(self._accounts(index, clock, latents))
 
-    def _accounts(self, index: int, clock: PhaseClock) -> RequestRan:
+    def _accounts(self, index: int, clock: PhaseClock, latents: torch.Tensor) -> RequestRan:
         taken = {model.name: model.take_planned() for model in self._models}
         on_gpu = self.mesh.device.type == "cuda"
         return RequestRan(
@@ -168,6 +173,7 @@ class Rank(Member):
             seconds=dict(clock.seconds),
             rows={model.name: model.rows for model in self._models},
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else peak_process_bytes()),
+            latents=fingerprint(latents),
         )
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 STRIP_FRAMES = 6
-_MARGIN, _BAND, _FONT_SIZE = 6, 18, 12
+_MARGIN, _GAP, _BAND, _FONT_SIZE = 12, 3, 18, 12
 _PAPER, _INK, _WRONG = (255, 255, 255), (40, 40, 40), (190, 0, 0)
 
 
 @dataclass(frozen=True)
 class Strip:
-    """frames: uint8 [H, W, 3], side by side. right: whether the video shows what its caption says."""
+    """frames: uint8 [H, W, 3], side by side with a gap. right: whether the video shows what its caption says."""
 
     frames: Any
     caption: str
@@ -26,8 +26,9 @@ class Strip:
 
 def strip(frames: Any, caption: str, right: bool) -> Strip:
     """Evenly spaced frames of a video, uint8 [F, H, W, 3], from the first to the last."""
-    chosen = np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int)
-    return Strip(np.concatenate(frames[chosen], 1), caption, right)
+    chosen = frames[np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int)]
+    apart = np.pad(chosen, ((0, 0), (0, 0), (0, _GAP), (0, 0)), constant_values=_PAPER[0])
+    return Strip(np.concatenate(apart, 1)[:, :-_GAP], caption, right)
 
 
 def picture(strips: Sequence[Strip]) -> Image.Image:

@@ -15,10 +15,11 @@ from backends.interface import AttentionBackend, AttentionMetadata, Variant
 from backends.kernels.torch_sdpa import TorchSdpaImpl
 from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
-from parallel.events import Event
+from parallel.events import Event, RequestRan
 from parallel.plan import ExchangeCounts
 from parallel.transport.base import Peers, Transport
 from parallel.transport.torch_dist import TorchTransport
+from runtime.pipelines import PhaseClock
 from runtime.requests import Request
 from runtime.setup import RankSpec, Wired
 from runtime.worker import Rank
@@ -175,3 +176,10 @@ class SecondRequestFails(Rank):
         if index == 1:
             raise ArithmeticError("the second request fails")
         super()._generate(index, request, emit)
+
+
+class OffLatentsRank(Rank):
+    """The second rank reports latents that are off by a part in a thousand."""
+
+    def _accounts(self, index: int, clock: PhaseClock, latents: torch.Tensor) -> RequestRan:
+        return super()._accounts(index, clock, latents * (1.001 if self.mesh.rank == 1 else 1.0))

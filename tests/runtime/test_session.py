@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from safetensors.numpy import load_file, save_file
 
 from backends.registrations import register_diffusion_backend
@@ -71,7 +72,8 @@ def stock_latents(path: Path, request: Request, dtype: torch.dtype = torch.float
     """The same request through diffusers alone."""
     from PIL import Image
 
-    pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
+    kind = DiffusionPipeline if request.image is None else WanImageToVideoPipeline
+    pipe = kind.from_pretrained(path, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     image = {} if request.image is None else {"image": Image.open(io.BytesIO(request.image))}
     two = {} if pipe.config.boundary_ratio is None else {"guidance_scale_2": request.guidance_2}
@@ -99,6 +101,10 @@ def distance(a: Any, b: Any) -> float:
 class Listener(Observer):
     def __init__(self) -> None:
         self.ran: list[tuple[int, AttentionRan]] = []
+        self.messages: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
 
     def on_event(self, rank: int, event: Any) -> None:
         if isinstance(event, AttentionRan):
@@ -133,6 +139,43 @@ def test_every_family_gives_over_two_ranks_what_diffusers_gives_alone(
     )
     assert report.agreed
     assert {entry.role for entry in report.entries} == roles
+
+
+def test_a_folder_that_takes_a_first_frame_serves_requests_with_and_without_one(tmp_path: Path) -> None:
+    path = folder("wan2.2-ti2v-5b", tmp_path)
+    config = config_of(path, 2, 16, "generate.guidance=3.0")
+    without = request_of(config)
+    requests = [without, replace(without, image=picture(*SIZES[16][1:])), without]
+
+    with Session(config) as session:
+        made = session.generate(requests)
+
+    for request, video in zip(requests, made, strict=True):
+        assert distance(video.latents, stock_latents(path, request)) <= 1e-5
+    assert distance(made[1].latents, made[0].latents) > 0.1
+
+
+def test_the_model_gets_the_centre_of_a_picture_of_other_proportions(tmp_path: Path) -> None:
+    config = config_of(folder("wan2.1-i2v", tmp_path), 1)
+    wide = np.asarray(PIL.Image.open(io.BytesIO(picture(80, 48))))
+    stream = io.BytesIO()
+    PIL.Image.fromarray(np.pad(wide, ((0, 0), (20, 20), (0, 0)))).save(stream, "PNG")
+    cut, exact = request_of(config, stream.getvalue()), request_of(config, picture(80, 48))
+    listener = Listener()
+
+    with Session(config, observer=listener) as session:
+        made = session.generate([cut, exact, replace(cut, image_fit="stretch")])
+
+    assert distance(made[0].latents, made[1].latents) == 0.0
+    assert made[0].request == cut
+    np.testing.assert_array_equal(PIL.Image.open(io.BytesIO(made[0].first_frame or b"")), wide)
+    assert distance(made[2].latents, made[1].latents) > 1e-3
+    notes = [line for line in listener.messages if line.startswith("generate.image")]
+    assert notes == [
+        "generate.image: the picture is 88x80 and the video 48x80: its central 48x80 pixels are used; "
+        "generate.image_fit=pad keeps all of it",
+        "generate.image: the picture is 88x80 and the video 48x80: it is stretched",
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -188,6 +231,10 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
             ("prompt", None, r"generate\.prompt: is missing"),
             ("prompt", 5, r"generate\.prompt=5: takes text"),
             ("image", "first.png", r"generate\.image=str: takes bytes"),
+            ("image", b"first.png", r"generate\.image=9 bytes: it is no picture"),
+            ("image", picture(48, 80), r"takes no image; .* names WanImageToVideoPipeline"),
+            ("image_fit", "pad", r"generate\.image_fit=pad: without generate\.image nothing would use it"),
+            ("image_fit", "fill", r"generate\.image_fit=fill: .*crop"),
         ):
             with pytest.raises(FaultError, match=message):
                 session.generate([replace(request_of(config), **{field: value})])
