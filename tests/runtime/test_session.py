@@ -226,7 +226,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
         with pytest.raises(FaultError, match=r"generate\.frames=8"):
             session.generate([request_of(config), replace(request_of(config), frames=8)])
         for field, value, message in (
-            ("steps", "3", r"generate\.steps=3: takes a whole number"),
+            ("steps", "3", r"generate\.steps='3': takes a whole number"),
             ("seed", -1, r"run\.seed=-1: takes a whole number"),
             ("prompt", None, r"generate\.prompt: is missing"),
             ("prompt", 5, r"generate\.prompt=5: takes text"),
