@@ -19,6 +19,7 @@ from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
 from parallel.events import AttentionRan
 from parallel.kernel import BackendKernel, OwnKernel, checked_overrides, overridden, own_selection, wrong_result
+from parallel.opaque import outside_graphs
 from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import RoleCall, Way, choose
 from parallel.restrict import of_rows
@@ -132,9 +133,9 @@ class Attention(torch.nn.Module):
             impl_class = overridden(backend.get_impl_cls(variant), backend, overrides)
             place = Place(self.selection.key, self.context.config.origins)
             options = layer_options(backend.blocks, blocks, self.context.layer_facts(model, name), place)
-            opaque = compilation_of(variant, self.strategy) == "custom-op"
             make = self._maker(impl_class, scale, options)
-            self.kernel_call = BackendKernel(make, call.required(self.way).causal, opaque=opaque)
+            compilation = compilation_of(variant, self.strategy)
+            self.kernel_call = BackendKernel(make, call.required(self.way).causal, compilation)
             if mesh.data is not None:
                 mesh.groups(self.way.grid)
         self.rules = CallRules(
@@ -165,6 +166,7 @@ class Attention(torch.nn.Module):
         """The backend's implementation; None where the model's own module computes."""
         return self.kernel_call.impl
 
+    @outside_graphs
     def plan_of(self, *streams: Stream) -> ShardPlan:
         """Return the plan of calls over these streams, which says what rows each rank holds.
 
@@ -237,6 +239,14 @@ class Attention(torch.nn.Module):
         self, qkv: QueryKeyValue, metadata: AttentionMetadata | None, plan: ShardPlan | None, *, lse: bool
     ) -> Attended:
         metadata = NO_METADATA if metadata is None else metadata
+        # A graph must not look at the plan: it would hold for the lengths of this one alone.
+        if self.strategy != "local" or self.rules.needs_plan(metadata):
+            return self._attend_outside(qkv, metadata, plan, lse=lse)
+        return self._attend_here(qkv, metadata, plan, lse=lse)
+
+    def _attend_here(
+        self, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, *, lse: bool
+    ) -> Attended:
         self._admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
         query, key, value = qkv
         causal, kept = self.rules.call.causal, self._kept
@@ -258,6 +268,8 @@ class Attention(torch.nn.Module):
         if not torch.compiler.is_compiling() and not self._reported:  # in this order, or it is part of a graph
             self._report(query, attended)
         return attended.contiguous()
+
+    _attend_outside = outside_graphs(_attend_here)
 
     def execution_path(self, features: Features | None = None) -> ExecutionPath:
         """How a call with these features (default: those of the layer) runs. Raises as the call itself would."""

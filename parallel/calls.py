@@ -84,7 +84,7 @@ class CallRules:
         lengths = query.shape[1], key.shape[1]
         if self.way.strategy != "local":
             lengths = self._check_plan(query, key, plan)
-        elif plan is not None and self.cuts_rows(metadata):
+        elif self.cuts_rows(metadata) and plan is not None:
             lengths = self._check_held(query, plan), key.shape[1]
         gradient = records_gradient(query, key, value, metadata)
         self._check_metadata(metadata, query, lengths, plan)
@@ -128,6 +128,10 @@ class CallRules:
                 replace(fault, key=f"{self.name}: {fault.key}", rule=f"{self.backend}: {fault.rule}", remedy=remedy)
                 for fault in found
             )
+
+    def needs_plan(self, metadata: AttentionMetadata) -> bool:
+        """Whether a local call with this metadata reads its plan; False for metadata that `check` refuses."""
+        return self.shards_rows and wrong_types(metadata) is None and self.cuts_rows(metadata)
 
     def cuts_rows(self, metadata: AttentionMetadata) -> bool:
         """Whether a local call is told of each row of a sequence of which this rank has some."""
@@ -222,7 +226,7 @@ class CallRules:
         self, metadata: AttentionMetadata, query: torch.Tensor, lengths: tuple[int, int], plan: ShardPlan | None
     ) -> None:
         rows, keys = lengths
-        if self.shards_rows and (metadata.window is not None or (plan is None and self.cuts_rows(metadata))):
+        if self.shards_rows and (metadata.window is not None or (self.cuts_rows(metadata) and plan is None)):
             raise ValueError(
                 f"{self.name}: {_by_row(metadata)} covers all query rows, and this rank holds some of them; "
                 + ("give a mask" if metadata.window is not None else "pass the plan of the queries (plan_of)")
@@ -257,7 +261,7 @@ class CallRules:
                 f"{self.name}: the documents have {lengths.query} query rows and {lengths.key} keys; the call has "
                 f"{rows} and {keys}"
             )
-        if min((*lengths.query, *lengths.key), default=0) < 0:
+        if any(length < 0 for length in (*lengths.query, *lengths.key)):
             raise ValueError(f"{self.name}: a document has a negative length: {lengths.query}, {lengths.key}")
         if (self.call.causal or metadata.window is not None) and lengths.query != lengths.key:
             raise ValueError(f"{self.name}: documents with other query than key lengths have no common positions")

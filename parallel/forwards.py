@@ -21,6 +21,7 @@ from parallel.agreement import Carried, ForwardFacts, agree, features_text, stre
 from parallel.argument_types import wrong_dimensions, wrong_types
 from parallel.attention import NO_METADATA, Attention
 from parallel.mesh import Mesh
+from parallel.opaque import outside_graphs
 from parallel.plan import Grid, ShardPlan, Strategy, Stream, plan_streams
 from parallel.planner import Way
 from parallel.transport.errors import ExchangeError
@@ -111,6 +112,7 @@ class Forwards:
         """How many layers there are of each shape that exchange something."""
         return Counter(_shape(layer) for layer in self.layers if layer.strategy != "local")
 
+    @outside_graphs
     def begin(
         self,
         *streams: Stream,
@@ -170,6 +172,7 @@ class Forwards:
             "raylysses.sequence_parallel, or after the close() of what that returned"
         )
 
+    @outside_graphs
     def plan_for(
         self, layer: Attention, metadata: AttentionMetadata | None = None, *, query: torch.Tensor | None = None
     ) -> ShardPlan:
@@ -183,8 +186,8 @@ class Forwards:
         self._check_carried(layer, NO_METADATA if metadata is None else metadata)
         if query is not None and self._mesh.world_size > 1:
             self._check_tensors(layer, query)
-        if self._mesh.world_size > 1 and not self._again and not torch.compiler.is_compiling():
-            self._take_turn(layer)  # what is compiled keeps its order
+        if self._mesh.world_size > 1 and not self._again:
+            self._take_turn(layer)
         return self.plans.get(_shape(layer), self._held)
 
     def _check_carried(self, layer: Attention, metadata: AttentionMetadata) -> None:
@@ -214,11 +217,13 @@ class Forwards:
                 f"{batch} of {dtype} for this forward"
             )
 
+    @outside_graphs
     def finish(self) -> None:
         """Call before the forward's last exchange. Raises LayerOrderError if a layer was not called."""
-        if self._mesh.world_size > 1 and self._done < len(self.layers) and not torch.compiler.is_compiling():
+        if self._mesh.world_size > 1 and self._done < len(self.layers):
             raise LayerOrderError(self.name, None, self.layers[self._done].name)
 
+    @outside_graphs
     def end(self) -> None:
         """Nothing of the forward is valid any more."""
         self.plans, self._held, self._done = {}, None, 0

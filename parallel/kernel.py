@@ -13,11 +13,13 @@ from backends.interface import AttentionBackend, AttentionImpl, AttentionMetadat
 from backends.registry import Registry
 from backends.requirements import Requirements
 from backends.selection import Rejected, Selection
+from backends.variant import Compilation
 from configs.faults import Fault, FaultError
 from configs.fields import name_of
 from configs.schema import AttentionConfig
+from parallel.calls import records_gradient
 from parallel.merge import wide
-from parallel.opaque import Opaque
+from parallel.opaque import Opaque, outside_graphs
 from parallel.strategies.work import Result, over_nothing
 
 CUSTOM = "custom_attention"
@@ -27,18 +29,19 @@ _UNPLANNED = object()
 
 
 class BackendKernel:
-    """A backend's implementation, and its plans by shape. opaque: in a compiled graph it is one operator.
+    """A backend's implementation, and its plans by shape. compilation: how a graph of torch.compile has its calls.
 
     make: the implementation for causal calls, and for others. A causal layer needs both where its keys come in blocks,
     of which the earlier ones are seen whole.
     """
 
-    def __init__(self, make: Callable[[bool], AttentionImpl], causal: bool, *, opaque: bool) -> None:
+    def __init__(self, make: Callable[[bool], AttentionImpl], causal: bool, compilation: Compilation) -> None:
         self._make = make
         self._impls = {causal: make(causal)}
         self._plans: dict[tuple[bool, CallShape], Any] = {}
         self.impl = self._impls[causal]
-        self._opaque = Opaque(partial(self._attend, causal)) if opaque else None
+        self._compilation = compilation
+        self._opaque = Opaque(partial(self._attend, causal)) if compilation == "custom-op" else None
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # it holds nothing that a model trains
@@ -62,8 +65,23 @@ class BackendKernel:
             tied = [tensor for tensor in (key, value, metadata.sinks, metadata.bias) if tensor is not None]
             out, of_nothing = over_nothing(query, value.shape[3], metadata.sinks, *tied)
             return Result(out, of_nothing if lse else None)
-        if torch.compiler.is_compiling() and self._opaque is not None and not lse:
+        if self._compilation == "traceable" or not torch.compiler.is_compiling():
+            return self._run(causal, query, key, value, metadata, lse)
+        # The operator has neither a backward pass nor a log-sum-exp, and takes no block_mask.
+        carried = not lse and metadata.block_mask is None and not records_gradient(query, key, value, metadata)
+        if self._opaque is not None and carried:
             return Result(self._opaque(query, key, value, metadata), None)
+        return self._run_outside(causal, query, key, value, metadata, lse)
+
+    def _run(
+        self,
+        causal: bool,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        lse: bool,
+    ) -> Result:
         if lse:
             impl = self._impl_of(causal)
             qkv = _loadable(impl, query, key, value)
@@ -73,6 +91,8 @@ class BackendKernel:
                 raise TypeError(f"{type(impl).__qualname__} returned {_kind(pair)}; {rule}")
             return Result(*pair)
         return Result(self._attend(causal, query, key, value, metadata), None)
+
+    _run_outside = outside_graphs(_run)
 
     def _attend(
         self, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata

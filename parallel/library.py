@@ -61,8 +61,8 @@ class Moved:
 class SequenceParallel:
     """A model that runs on all ranks of a mesh, as `sequence_parallel` makes it. Leaving its context closes it."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
-        self.model = sharded.model
+    def __init__(self, model: torch.nn.Module, sharded: ShardedModel) -> None:
+        self.model = model
         self.context = sharded.context
         self._sharded = sharded
 
@@ -130,7 +130,8 @@ def sequence_parallel(
     gradients is its gradient, as with data parallelism.
 
     Args:
-        model: A `WanTransformer3DModel` on this rank's device, with the same weights on every rank.
+        model: A `WanTransformer3DModel`, or what `torch.compile` returned for one, on this rank's device, with the same
+            weights on every rank.
         mesh: A `DeviceMesh` of one dimension, or of two that are named ring and ulysses; a `ProcessGroup`; None for
             the default group.
         attention: Any form that `configs.arguments.attention_settings` reads, such as a backend's name, an
@@ -158,6 +159,7 @@ def sequence_parallel(
     raise_wrong_arguments(
         dtype=dtype, control=control, timeout=timeout, name=name, denoising=denoising, on_event=on_event
     )
+    passed, model = model, getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper
     class_name = _class_name(model)
     _refuse_wired(model)
     family = family_of({"_class_name": class_name})
@@ -182,7 +184,7 @@ def sequence_parallel(
     with ExitStack() as undo:
         undo.callback(context.close)
         context = replace(context, calibrations={name: facts.calibration}, denoising=denoising)
-        shared = SequenceParallel(family.wire(model, context, name))
+        shared = SequenceParallel(passed, family.wire(model, context, name))
         undo.pop_all()
     return shared
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from parallel.opaque import outside_graphs
 from parallel.rows import Rows, find
 
 Part = tuple[torch.Tensor, Rows]
@@ -24,6 +25,7 @@ def assemble(wanted: Rows, parts: Sequence[Part], dim: int = 1) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
+@outside_graphs
 def take(tensor: torch.Tensor, wanted: Rows, dim: int = 1) -> torch.Tensor:
     """Return some rows of a tensor that holds all rows.
 

@@ -23,6 +23,7 @@ from parallel.events import Traffic
 from parallel.forwards import Forwards
 from parallel.models.autocast import autocast_dtype
 from parallel.models.facts import ModelFacts
+from parallel.opaque import outside_graphs
 from parallel.pieces import take
 from parallel.plan import ShardPlan, Strategy, Stream
 from parallel.traffic import call_traffic
@@ -58,9 +59,10 @@ class ShardedModel:
         self.forwards_of_request = 0
         self._planned_calls: Counter[str] = Counter()
         self._planned_bytes: Counter[str] = Counter()
-        self._own_processors: Mapping[str, Any] = dict(model.attn_processors)  # type: ignore[arg-type]
+        self._own_processors = {_uncompiled(name): each for name, each in model.attn_processors.items()}  # type: ignore[operator, union-attr]
         self._hooks: list[RemovableHandle] = []
         self._checkpoint: Checkpoint | None = None
+        self._begun_in_graph = False
         self._processors: Mapping[str, Processor] = {}
         self._wired: list[tuple[str, Any, Processor]] = []
 
@@ -81,11 +83,11 @@ class ShardedModel:
         self._processors = dict(processors)
         with ExitStack() as undo:
             undo.callback(self.remove)
+            modules = {_uncompiled(name): module for name, module in self.model.named_modules()}
             self._wired = [
-                (name, self.model.get_submodule(name.removesuffix(".processor")), processor)
-                for name, processor in processors.items()
+                (name, modules[name.removesuffix(".processor")], processor) for name, processor in processors.items()
             ]
-            self.model.set_attn_processor(dict(processors))  # type: ignore[operator]
+            set_processors(self.model, processors)
             self.forwards = Forwards(self.name, self.attention_layers(), self.context.mesh)
             self._register_hooks(plan)
             undo.pop_all()
@@ -93,8 +95,13 @@ class ShardedModel:
     def _register_hooks(self, plan: Mapping[str, Any]) -> None:
         hooks = self._hooks
         hooks.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        hooks.append(self.model.register_forward_hook(self._end, always_call=True))
+        embedder = getattr(self.model, "condition_embedder", None)
+        if embedder is not None:
+            hooks.append(embedder.register_forward_hook(self._note_image_tokens))
         for path, entry in plan.items():
-            module = self.model.get_submodule(path)
+            module: Any = self.model.get_submodule(path)
+            module = getattr(module, "_orig_mod", module)  # of what torch.compile returned
             if hasattr(entry, "gather_dim"):
                 hooks.append(module.register_forward_hook(self._gather_hook(entry)))
                 continue
@@ -108,10 +115,6 @@ class ShardedModel:
                 hooks.append(module.register_forward_pre_hook(shard_inputs, with_kwargs=True))
             if outputs:
                 hooks.append(module.register_forward_hook(self._output_hook(outputs)))
-        embedder = getattr(self.model, "condition_embedder", None)
-        if embedder is not None:
-            hooks.append(embedder.register_forward_hook(self._note_image_tokens))
-        hooks.append(self.model.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
         """Give the model back as it was: its own attention processors, and no hooks. It may be called twice."""
@@ -120,7 +123,7 @@ class ShardedModel:
         self._restore_checkpoint()
         if self._wired:
             self._wired = []
-            self.model.set_attn_processor(dict(self._own_processors))  # type: ignore[operator]
+            set_processors(self.model, self._own_processors)
             if getattr(self.model, "_parallel_config", None) is not None:
                 self.model._parallel_config = None  # type: ignore[assignment]  # what a refused enable_parallelism() left
 
@@ -159,7 +162,36 @@ class ShardedModel:
             remedy = f"pass dtype={dtype} to sequence_parallel, or call it under the same torch.autocast"
             raise FaultError([Fault("dtype", chosen, rule, remedy)])
 
+    def plan_for(self, layer: Attention, query: torch.Tensor) -> ShardPlan | None:
+        """The plan of a layer's call, as `Forwards.plan_for` issues it; None on one rank, where calls need none.
+
+        Args:
+            layer: The layer, right before its call.
+            query: Of the call, [B, S, H, D].
+
+        Raises:
+            LayerOrderError: If it is another layer's turn.
+            ValueError: If the call differs from what the ranks agreed on.
+            RuntimeError: Outside the model's forward.
+        """
+        return None if self.context.mesh.world_size == 1 else self.forwards.plan_for(layer, query=query)
+
     def _begin(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self.context.mesh.world_size == 1 and torch.compiler.is_compiling():
+            self._begun_in_graph = True  # nothing to agree on, and counters would compile the forward anew
+        else:
+            self._begin_outside(module, args, kwargs)
+
+    def _is_in_graph(self) -> bool:
+        """Whether a forward on one rank is part of a graph, or this part of it is; then nothing is sharded or checked.
+
+        Parts that a graph cannot hold, such as checkpointed blocks, run without it.
+        """
+        return self.context.mesh.world_size == 1 and (torch.compiler.is_compiling() or self._begun_in_graph)
+
+    @outside_graphs
+    def _begin_outside(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._begun_in_graph = False
         self._restore_checkpoint()
         self._check_wiring()
         bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
@@ -223,6 +255,13 @@ class ShardedModel:
         self._planned_bytes["gather_rows"] += plan.sent_rows(rank) * batch * int(width) * element_size  # type: ignore[arg-type]
 
     def _end(self, module: torch.nn.Module, args: Args, output: Any) -> None:
+        if self._is_in_graph():
+            self._begun_in_graph = False
+        else:
+            self._end_outside()
+
+    @outside_graphs
+    def _end_outside(self) -> None:
         self.forwards.end()
         self._restore_checkpoint()
 
@@ -241,7 +280,8 @@ class ShardedModel:
     ) -> Callable[..., tuple[Args, Kwargs]]:
         positions = {name: index for index, name in enumerate(inspect.signature(module.forward).parameters)}
 
-        def shard_inputs(_: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        @outside_graphs
+        def shard(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             positional = list(args)
             for name, spec in specs.items():
                 if name in kwargs:
@@ -250,22 +290,31 @@ class ShardedModel:
                     positional[positions[name]] = self._shard(positional[positions[name]], spec, least)
             return tuple(positional), kwargs
 
+        def shard_inputs(_: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            return (args, kwargs) if self._is_in_graph() else shard(args, kwargs)
+
         return shard_inputs
 
     def _output_hook(self, specs: Mapping[int, Any]) -> Callable[..., Any]:
-        def shard_outputs(_: torch.nn.Module, args: Args, output: Any) -> Any:
+        @outside_graphs
+        def shard(output: Any) -> Any:
             if isinstance(output, torch.Tensor):
                 return self._shard(output, specs[0])
             return tuple(self._shard(item, specs[i]) if i in specs else item for i, item in enumerate(output))
 
+        def shard_outputs(_: torch.nn.Module, args: Args, output: Any) -> Any:
+            return output if self._is_in_graph() else shard(output)
+
         return shard_outputs
 
     def _gather_hook(self, spec: Any) -> Callable[..., Any]:
-        def gather_output(_: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        @outside_graphs
+        def gather(output: torch.Tensor) -> torch.Tensor:
             self.forwards.finish()
-            if self.context.mesh.world_size == 1:
-                return output
             return self.context.transport.gather_rows(output, self._current_plan())
+
+        def gather_output(_: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+            return output if self.context.mesh.world_size == 1 else gather(output)
 
         if spec.gather_dim != 1 or spec.expected_dims != 3:
             raise ValueError(f"{self.name}: an output that is gathered is [B, S, C]; the model's plan says {spec}")
@@ -290,6 +339,22 @@ class ShardedModel:
         if plan is None:
             raise RuntimeError(f"{self.name}: its blocks were called outside the model's own forward")
         return plan
+
+
+def set_processors(model: Any, processors: Mapping[str, Any]) -> None:
+    """Set attention processors by the names that they have where no part of the model is compiled.
+
+    Args:
+        model: A diffusers transformer; its blocks may be results of `torch.compile`.
+        processors: By the path of the processor, such as `blocks.0.attn1.processor`.
+    """
+    names = {_uncompiled(name): name for name in model.attn_processors}
+    model.set_attn_processor({names[name]: each for name, each in processors.items()})
+
+
+def _uncompiled(name: str) -> str:
+    """torch.compile wraps a block in a module, which has the block under this name."""
+    return name.replace("_orig_mod.", "")
 
 
 def _encoder_streams(arguments: Mapping[str, Any]) -> list[Stream]:

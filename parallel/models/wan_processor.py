@@ -99,15 +99,15 @@ class WanAttentionProcessor:
         Under autocast norms give fp32 and projections 16 bits. Q, K and V are cast as autocast casts those of
         `scaled_dot_product_attention`, and the backend runs without autocast, which would round what it keeps in fp32.
         """
-        forwards, device_type = self.sharded.forwards, query.device.type
+        device_type = query.device.type
         dtype = autocast_dtype(device_type)
         if dtype is None:
-            out: torch.Tensor = layer(query, key, value, plan=forwards.plan_for(layer, query=query))
+            out: torch.Tensor = layer(query, key, value, plan=self.sharded.plan_for(layer, query))
             return out
         if query.dtype != torch.float64:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            out = layer(query, key, value, plan=forwards.plan_for(layer, query=query))
+            out = layer(query, key, value, plan=self.sharded.plan_for(layer, query))
         return out
 
     @staticmethod

@@ -19,7 +19,6 @@ Block = tuple[int, torch.Tensor, torch.Tensor]
 """A ring place, and its keys and values."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # which parts there are depends on the rank and the step
 def ring_attention(query: torch.Tensor, held: HeldKeys, work: Work) -> Result:
     """query [B, S, H_u, D] of my Ulysses group, to all keys; merged in fp32, or fp64."""
     plan, share = work.plan, work.share

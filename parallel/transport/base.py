@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from parallel.events import Traffic
 from parallel.exchange import SCALE_BYTES, gathered_bytes, scattered_bytes, scattered_numbers
 from parallel.mesh import Mesh
+from parallel.opaque import outside_graphs
 from parallel.pieces import assemble
 from parallel.plan import ExchangeCounts, ShardPlan
 from parallel.rows import chain
@@ -177,6 +178,7 @@ class Transport(ABC):
         except RuntimeError as error:
             raise ExchangeError("rotate_keys", str(error)) from error
 
+    @outside_graphs
     def gather_rows(self, rows: torch.Tensor, plan: ShardPlan, stream: str | int | None = None) -> torch.Tensor:
         """Gather the rows of one stream on every rank, by one exchange.
 

@@ -144,13 +144,17 @@ def test_the_path_says_that_a_graph_holds_it() -> None:
     assert (path.compilation, path.support_for(fullgraph=True).status.value) == ("custom-op", "supported")
 
 
-def test_gradients_are_refused_when_it_is_traced_and_not_outside() -> None:
+def test_a_call_with_gradients_runs_between_two_graphs() -> None:
     torch.compiler.reset()
     layer = layer_of()
-    query, key, value = (tensor.requires_grad_() for tensor in qkv())
-    layer(query, key, value).sum().backward()
-    assert query.grad is not None
-    with pytest.raises(Exception, match="has no gradient there: use TORCH_SDPA, or no graph"):
+    gradients = []
+    for call in (layer, torch.compile(layer, backend="eager")):
+        query, key, value = (tensor.requires_grad_() for tensor in qkv())
+        call(query, key, value).square().sum().backward()
+        gradients.append(query.grad)
+    assert torch.equal(*gradients)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
         torch.compile(layer, fullgraph=True, backend="eager")(query, key, value)
 
 
