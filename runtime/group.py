@@ -103,7 +103,11 @@ class RankGroup:
 
     def drive(self, method: str, arguments: Sequence[tuple[Any, ...]], on_event: OnEvent) -> None:
         """Run a streaming method on every rank to its end. Raises RankError and StallError (see `Supervisor`)."""
-        streams = [actor.stream(method, *args) for actor, args in zip(self._actors, arguments, strict=True)]
+        run = self._placement.name if self._placement is not None else "raylysses"
+        streams = [
+            actor.stream(f"{run}-rank{rank}.{method}", method, *args)
+            for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
+        ]
         Supervisor(self.places, on_event, self._cluster.stall_timeout_s).drive(streams)
 
     @property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.faults import Fault
@@ -154,7 +156,9 @@ def _connect(config: RunConfig, starter: StarterThread) -> None:
         except Exception as error:  # Ray raises anything here, bare Exception included
             reason = _whole_reason(error)
             rule = f"Ray could not be {'started' if is_local(config) else 'joined'} ({reason})"
-            remedy = _start_remedy(reason) if is_local(config) else remedy
+            remedy = _start_remedy(reason) if is_local(config) else _join_remedy(reason, remedy)
+            if ray_api.is_connected():  # a working directory that could not be uploaded
+                ray_api.disconnect()
             raise PlacementError([Fault("cluster.address", address, rule, remedy)]) from error
 
 
@@ -164,9 +168,19 @@ def _whole_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
 
 
+def _join_remedy(reason: str, remedy: str) -> str:
+    """The way out for a cluster that is there; Ray uploads the working directory of a process under `uv run`."""
+    if "working_dir" not in reason:
+        return remedy
+    return (
+        f"run `{sys.executable} -m raylysses` without `uv run`, which makes Ray upload {Path.cwd()} to the "
+        "cluster, or list its large files in a .rayignore there"
+    )
+
+
 def _start_remedy(reason: str) -> str:
     """The way out for a cluster of the run's own; cluster.address=local is in use already."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if "AF_UNIX" in reason:
-        return f"set RAY_TMPDIR to a short path, such as /tmp: Ray's socket names under {folder} are too long"
+        return f"set RAY_TMPDIR (or TMPDIR) to a short path, such as /tmp: Ray's sockets under {folder} are too long"
     return f"look at Ray's logs under {folder}/ray, or start one with `ray start --head` and give its HOST:PORT"

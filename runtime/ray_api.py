@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +109,25 @@ def connect(address: str, cpus: int) -> None:
     elif address != "local":
         ray.init(address=address, **quiet)
     else:
-        ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
+        with _without_uv_upload():
+            ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
+
+
+@contextlib.contextmanager
+def _without_uv_upload() -> Iterator[None]:
+    """Keep Ray from uploading the working directory because the process was started by `uv run`.
+
+    Ray does so to give workers the driver's environment, and refuses a folder of more than 512 MiB. The workers of a
+    cluster that this process starts use its interpreter anyway. The switch is an environment variable, which Ray reads
+    when it is imported (2.60).
+    """
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    enabled = constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    try:
+        yield
+    finally:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = enabled
 
 
 def disconnect(*, at_most_s: float | None = None) -> None:
@@ -202,12 +222,18 @@ def process_state(node_id: str, pid: int, timeout_s: float = 3.0) -> str:
 
 
 class Placement:
-    """The reserved resources of all ranks: one bundle each."""
+    """The reserved resources of all ranks: one bundle each.
+
+    Attributes:
+        name: Its name in Ray's dashboard, unique in the cluster; the names of its actors and of their tasks begin so.
+    """
 
     def __init__(self, ranks: int, *, gpus_per_rank: int, one_node: bool) -> None:
         bundle = {"CPU": 1.0} | ({"GPU": float(gpus_per_rank)} if gpus_per_rank else {})
         self._gpus = gpus_per_rank
-        self._group = placement_group([bundle] * ranks, strategy="STRICT_PACK" if one_node else "PACK")
+        self.name = f"raylysses-{uuid.uuid4().hex[:8]}"
+        strategy = "STRICT_PACK" if one_node else "PACK"
+        self._group = placement_group([bundle] * ranks, strategy=strategy, name=self.name)
 
     def wait(self, timeout_s: float) -> bool:
         """True as soon as all bundles are reserved; False if they are not within `timeout_s`."""
@@ -218,9 +244,15 @@ class Placement:
         return True
 
     def start_actor(self, bundle: int) -> Actor:
+        """Start a rank's process.
+
+        Which rank it becomes is decided when its node and its GPU are known. Its name counts bundles, therefore, and
+        the names of its tasks have the rank.
+        """
         _send_by_value()
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options: dict[str, Any] = {
+            "name": f"{self.name}-process{bundle}",
             "num_cpus": 1,
             "num_gpus": self._gpus,
             "scheduling_strategy": strategy,
@@ -251,8 +283,15 @@ class Actor:
         """Start a method; wait for its result with `outcomes`."""
         return self._handle.call.remote(method, *arguments)
 
-    def stream(self, method: str, *arguments: Any) -> Stream:
-        return Stream(self._handle.stream.options(num_returns="streaming").remote(method, *arguments))
+    def stream(self, task: str, method: str, *arguments: Any) -> Stream:
+        """Start a method that yields.
+
+        Args:
+            task: The name of the call in Ray's dashboard and in the process's title.
+            method: The rank's method.
+            arguments: Its arguments.
+        """
+        return Stream(self._handle.stream.options(num_returns="streaming", name=task).remote(method, *arguments))
 
     def kill(self) -> None:
         ray.kill(self._handle)

@@ -5,6 +5,7 @@ pass.
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from configs.compose import compose
 from configs.faults import FaultError
 from configs.schema import RunConfig
 from parallel.events import AttentionRan
+from runtime import ray_api
 from runtime.errors import DisagreementError, RankError
+from runtime.group import RankGroup
 from runtime.model_folder import folder_of
 from runtime.requests import Generation, Request, request_of
 from runtime.session import Observer, Session
@@ -391,9 +394,29 @@ def test_a_session_that_is_entered_again_after_an_error_knows_nothing_of_its_fir
         assert session.report.entries == ()
         with pytest.raises(RuntimeError, match="leave it before you enter it again"):
             session.__enter__()
+        _require_names_of_two_groups_side_by_side(session)
         session.generate([request])
         assert {rank for entry in session.report.entries for rank in entry.ranks} == {0}
         assert [place.rank for place in session.places] == [0]
+
+
+def _require_names_of_two_groups_side_by_side(session: Session) -> None:
+    """The dashboard tells the groups of one cluster apart."""
+    from ray.util import list_named_actors, placement_group_table
+
+    other = RankGroup(session.config.cluster)
+    try:
+        other.place(2, "cpu", ray_api.nodes())
+        created = {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}
+        ours = {name for name in created if re.fullmatch("raylysses-[0-9a-f]{8}", name)}
+        actors = {name: {actor for actor in list_named_actors() if actor.startswith(name)} for name in ours}
+        assert sorted(actors.values(), key=len) == [
+            {f"{name}-process{bundle}" for bundle in range(count)}
+            for count, name in sorted((len(found), name) for name, found in actors.items())
+        ]
+        assert sorted(map(len, actors.values())) == [1, 2]
+    finally:
+        other.close()
 
 
 def test_a_session_can_be_entered_again_and_serves_only_inside() -> None:
