@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,17 +23,20 @@ from configs.merge import DEFAULTS, Merged, attention_of, below, merge, unresolv
 from configs.schema import RunConfig
 from configs.sources import (
     DEFAULT_PRESET,
+    PUBLISHED_PREFIX,
     command_line_layer,
     environment_layer,
     file_layer,
     preset_layer,
     presets,
+    published_models,
 )
 from configs.specs import registered_twice
 
 __all__ = ["compose", "known_keys", "presets", "to_mapping"]
 
 PROMPT = "generate.prompt"
+MODEL_PATH = "model.path"
 GUIDANCE = "generate.guidance"
 UNGUIDED: Mapping[str, Any] = MappingProxyType({"generate.guidance_2": None, "generate.negative_prompt": ""})
 """Settings that only guidance reads, at the value that a run without guidance takes."""
@@ -43,6 +47,7 @@ def compose(
     *,
     file: Path | Sequence[Path] | None = None,
     environ: Mapping[str, str] | None = None,
+    published: bool = False,
 ) -> tuple[RunConfig | None, tuple[Fault, ...]]:
     """Compose a run's configuration from its layers.
 
@@ -51,6 +56,8 @@ def compose(
         file: a YAML file, or several, each of which is a layer on top of the ones before it.
         environ: what `DIFFUSION_ATTENTION_BACKEND` and `${oc.env:NAME}` are read from; None is the process's
             environment.
+        published: let a preset without a folder stand for its model as published (`published:NAME`); that is enough to
+            plan a run, and not to start one.
 
     Returns:
         The configuration and no faults, or None and every fault of every layer.
@@ -64,6 +71,8 @@ def compose(
     environment = environment_layer(os.environ if environ is None else environ)
 
     merged = merge([preset, *file_layers, command_line], environment, environ)
+    if published and MODEL_PATH not in merged.settings and preset_name in published_models():
+        merged = replace(merged, values={**merged.values, MODEL_PATH: PUBLISHED_PREFIX + preset_name})
     of_files = [fault for layer in file_layers for fault in layer.faults]
     faults = [*preset.faults, *of_files, *preset_faults, *command_line.faults, *merged.faults]
     faults += registered_twice(tuple(dict(below(merged.values, REGISTER))))
@@ -112,6 +121,6 @@ def _missing(values: Mapping[str, Any], faults: Sequence[Fault], preset_name: st
         missing.append(Fault(PROMPT, None, rule, 'add --prompt "..."'))
     for key in known_keys():
         if key not in values and key not in DEFAULTS and key not in reported and key != PROMPT:
-            remedy = "add model.path=FOLDER, a local diffusers folder" if key == "model.path" else f"add {key}=VALUE"
+            remedy = "add model.path=FOLDER, a local diffusers folder" if key == MODEL_PATH else f"add {key}=VALUE"
             missing.append(Fault(key, None, f"is not set, and preset {preset_name} does not set it", remedy))
     return missing

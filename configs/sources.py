@@ -24,7 +24,11 @@ BACKEND_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 ENVIRONMENT = f"environment variable {BACKEND_VARIABLE}"
 DEFAULT_PRESET = "tiny-wan"
 
+PUBLISHED_PREFIX = "published:"
+"""Begins a `model.path` that stands for a preset's model as published: its sizes, without a folder."""
+
 _PRESETS = Path(__file__).parent / "model"
+_PUBLISHED = _PRESETS / "published"
 
 
 def presets() -> tuple[str, ...]:
@@ -35,6 +39,25 @@ def presets() -> tuple[str, ...]:
 def preset_layer(name: str) -> Layer:
     """The settings of a packaged preset; `name` is one of `presets()`."""
     return _yaml_layer(_PRESETS / f"{name}.yaml", Written(f"preset {name}"))
+
+
+def published_models() -> tuple[str, ...]:
+    """The presets whose model's published sizes are known, sorted."""
+    return tuple(sorted(path.stem for path in _PUBLISHED.glob("*.yaml")))
+
+
+def published_model(name: str) -> dict[str, dict[str, Any]]:
+    """Read the sizes of a published model.
+
+    Args:
+        name: one of `published_models()`.
+
+    Returns:
+        The fields of a diffusers folder's JSON files that size a run, by file: `model_index`, and each network's
+        config.json by the network's name.
+    """
+    content: dict[str, dict[str, Any]] = yaml.safe_load((_PUBLISHED / f"{name}.yaml").read_text(encoding="utf-8"))
+    return content
 
 
 def file_layer(path: Path) -> Layer | Fault:

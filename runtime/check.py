@@ -18,8 +18,7 @@ from configs.faults import Fault, FaultError
 from configs.fields import check_value
 from configs.layers import render
 from configs.schema import AUTO, TRANSPORTS, ParallelConfig, RunConfig
-from parallel.plan import Strategy
-from parallel.planner import plan_role
+from parallel.planner import Way, plan_role
 from runtime.errors import PlacementError
 from runtime.first_frame import picture_faults
 from runtime.model_folder import WITH_IMAGE, FolderFacts
@@ -34,7 +33,7 @@ class RoleSelection:
 
     model: str
     selection: Selection
-    strategy: Strategy
+    way: Way
     layers: int
 
 
@@ -177,7 +176,7 @@ def select_roles(
             except FaultError as error:
                 faults += [fault for fault in error.faults if fault not in faults]
                 continue
-            selected.append(RoleSelection(model, planned.selection, planned.way.strategy, role.layers))
+            selected.append(RoleSelection(model, planned.selection, planned.way, role.layers))
     return selected, faults
 
 

@@ -96,16 +96,21 @@ def explain_command(
     \b
     Example:
       raylysses explain attention.per_role.self=FLASH_ATTN --device cuda:9.0 --packages all
+      raylysses explain model=wan2.1-t2v-14b parallel.world_size=8 --device cuda:9.0 --packages all
     """
     from runtime.explain import explain
+    from runtime.memory import NOT_COUNTED
     from runtime.progress import print_faults, print_selection
 
-    answer = explain(_compose_without_prompt([*overrides, *flags], files, prompt), device, packages)
+    config = _compose_without_prompt([*overrides, *flags], files, prompt, published=True)
+    answer = explain(config, device, packages)
     if as_json:
         click.echo(json.dumps(answer.to_dict(), indent=2))
     else:
         for name, text in answer.assumed.items():
             click.echo(f"{name + ':':<10} {text}")
+        if answer.memory is not None:
+            click.echo(f"{'memory:':<10} {answer.memory}\n{'':<10} not counted: {NOT_COUNTED}")
         click.echo()
         print_selection(answer.report, sys.stdout)
         click.echo("".join(f"{line}\n" for line in answer.alternative_lines()), nl=False)
@@ -225,33 +230,38 @@ def _or_faults(read: Callable[[], Read], faults: list[Fault]) -> Read | None:
         return None
 
 
-def _compose_without_prompt(arguments: Sequence[str], files: Sequence[Path], prompt: str | None) -> RunConfig:
-    """Compose; a prompt that nobody gave is not missed."""
-    config, faults = _composed(arguments, files, prompt)
+def _compose_without_prompt(
+    arguments: Sequence[str], files: Sequence[Path], prompt: str | None, *, published: bool = False
+) -> RunConfig:
+    """Compose without requiring a prompt; with `published`, without requiring a model folder either."""
+    config, faults = _composed(arguments, files, prompt, published=published)
     if config is None and {fault.key for fault in faults} == {"generate.prompt"}:
-        return _compose(["generate.prompt='-'", *arguments], files, prompt)
+        return _compose(["generate.prompt='-'", *arguments], files, prompt, published=published)
     if config is None:
         raise FaultError(fault for fault in faults if fault.key != "generate.prompt" or fault.value is not None)
     return config
 
 
-def _compose(arguments: Sequence[str], files: Sequence[Path], prompt: str | None) -> RunConfig:
-    config, faults = _composed(arguments, files, prompt)
+def _compose(
+    arguments: Sequence[str], files: Sequence[Path], prompt: str | None, *, published: bool = False
+) -> RunConfig:
+    config, faults = _composed(arguments, files, prompt, published=published)
     if config is None:
         raise FaultError(faults)
     return config
 
 
 def _composed(
-    arguments: Sequence[str], files: Sequence[Path], prompt: str | None
+    arguments: Sequence[str], files: Sequence[Path], prompt: str | None, *, published: bool = False
 ) -> tuple[RunConfig | None, tuple[Fault, ...]]:
     """Compose; bare words behind a prompt are the rest of one that lacks its quotes."""
     words, flags = split(arguments)
     stray = [] if prompt is None else [word for word in words if "=" not in word and not word.startswith("~")]
     if not stray:
-        return compose(arguments, file=files)
+        return compose(arguments, file=files, published=published)
     kept = [word for word in words if word not in stray]
-    _, faults = compose([*kept, *(word for flag in flags for word in flag.words)], file=files)
+    words_kept = [*kept, *(word for flag in flags for word in flag.words)]
+    _, faults = compose(words_kept, file=files, published=published)
     rule = f"is followed by {' '.join(stray)}, which belongs to nothing"
     remedy = f'put the whole prompt in quotes: --prompt "{" ".join((prompt or "", *stray))}"'
     return None, (Fault("--prompt", prompt, rule, remedy), *faults)

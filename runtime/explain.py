@@ -20,6 +20,7 @@ from backends.platforms.facts import (
 from backends.registry import Registry
 from configs.faults import Fault, FaultError
 from configs.schema import AUTO, RunConfig
+from configs.sources import PUBLISHED_PREFIX
 from parallel.models.names import name_faults
 from runtime.check import (
     RoleSelection,
@@ -30,6 +31,7 @@ from runtime.check import (
     select_roles,
     settle_dtype,
 )
+from runtime.memory import NOT_COUNTED, MemoryEstimate, estimate_memory
 from runtime.model_folder import FolderFacts, read_folder
 from runtime.placement import CPU_RANKS, default_world_size
 from runtime.report import SelectionReport, from_selections
@@ -49,13 +51,14 @@ class Alternative:
 @dataclass(frozen=True)
 class Explanation:
     """What would run. assumed: the facts that the answer rests on, as text by name. faults: of roles that nothing
-    serves. alternatives: every other backend for every role.
+    serves. alternatives: every other backend for every role. memory: of a rank; None with faults.
     """
 
     report: SelectionReport
     assumed: dict[str, str]
     faults: tuple[Fault, ...]
     alternatives: tuple[Alternative, ...]
+    memory: MemoryEstimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +66,7 @@ class Explanation:
             "assumed": self.assumed,
             "faults": [str(fault) for fault in self.faults],
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "memory": None if self.memory is None else {**asdict(self.memory), "not_counted": NOT_COUNTED},
         }
 
     def alternative_lines(self) -> list[str]:
@@ -101,9 +105,9 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
     dtype = settle_dtype(config, facts.platform)
     selected, faults = select_roles(config, folder, facts, dtype, world_size, registry)
     faults += _request_faults(config, folder)
-    rows = [(role.model, role.selection, role.strategy, role.layers) for role in selected]
+    rows = [(role.model, role.selection, role.way.strategy, role.layers) for role in selected]
     assumed = {
-        "model": config.model.path,
+        "model": _model_text(config.model.path),
         "device": facts.label
         + (f" (this machine{'; ' + node.notice if node.notice else ''})" if device == "here" else " (assumed)"),
         "packages": _package_text(facts, packages),
@@ -112,7 +116,14 @@ def explain(config: RunConfig, device: str = "here", packages: str = "here") -> 
         "dtype": dtype,
     }
     others = tuple(_alternatives(selected, facts, registry))
-    return Explanation(from_selections(world_size, rows), assumed, tuple(faults), others)
+    memory = None if faults else estimate_memory(folder, selected, request_of(config), dtype)
+    return Explanation(from_selections(world_size, rows), assumed, tuple(faults), others, memory)
+
+
+def _model_text(path: str) -> str:
+    if not path.startswith(PUBLISHED_PREFIX):
+        return path
+    return f"{path.removeprefix(PUBLISHED_PREFIX)} as published (no folder given; generate needs model.path=FOLDER)"
 
 
 def _request_faults(config: RunConfig, folder: FolderFacts) -> list[Fault]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.faults import Fault, FaultError, unknown_name_remedy
+from configs.sources import PUBLISHED_PREFIX, published_model, published_models
 from parallel.models import describe
 from parallel.models.facts import ModelFacts
 
@@ -68,10 +69,12 @@ def _way_to(path: str) -> str:
 
 
 def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
-    """The facts of a folder; without `weights`, from its JSON files alone.
+    """The facts of a folder; without `weights`, from its JSON files alone, or of a model as published.
 
     Raises FaultError with everything that is missing or cut short.
     """
+    if path.startswith(PUBLISHED_PREFIX):
+        return _published(path, weights=weights)
     folder = folder_of(path)
     if not _is_folder(folder):
         raise FaultError([_fault(path, "there is no such folder", _way_to(path))])
@@ -87,6 +90,19 @@ def read_folder(path: str, *, weights: bool = True) -> FolderFacts:
     scheduler = folder / "scheduler" / "scheduler_config.json"
     configs["scheduler"] = _read_json(scheduler, path) if weights or scheduler.is_file() else {}
     return _facts(index, configs, path)
+
+
+def _published(path: str, *, weights: bool) -> FolderFacts:
+    """The facts of `published:NAME`. Raises FaultError if weights are needed, and for an unknown name."""
+    known = tuple(PUBLISHED_PREFIX + name for name in published_models())
+    if path not in known:
+        raise FaultError(
+            [Fault(KEY, path, "no published model has that name", unknown_name_remedy(path, known), known)]
+        )
+    if weights:
+        raise FaultError([_fault(path, "it names the sizes of a published model, without weights", GIVE_FOLDER)])
+    files = published_model(path.removeprefix(PUBLISHED_PREFIX))
+    return _facts(files["model_index"], {**files, "scheduler": {}}, path)
 
 
 def _facts(index: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]], path: str) -> FolderFacts:

@@ -34,7 +34,7 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_explain_commands_answer() -> None:
     found = [words for words in commands() if words[:2] == ["raylysses", "explain"]]
-    assert len(found) == 2
+    assert len(found) == 3
     for command in found:
         outcome = raylysses(*command[1:])
 

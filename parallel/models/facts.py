@@ -31,7 +31,7 @@ UNREAD = Uncalibrated("nobody has read its config.json for one")
 class ModelFacts:
     """patch: latent frames, rows and columns of one token. axis_limit: how many tokens an axis of the video may have.
     kv_heads: of self-attention, where they are fewer than its query heads. calibration: that its
-    checkpoint carries, for options that need one.
+    checkpoint carries, for options that need one. parameters: their number, None if unknown.
     """
 
     roles: tuple[RoleFacts, ...]
@@ -40,6 +40,7 @@ class ModelFacts:
     axis_limit: int
     kv_heads: int | None = None
     calibration: Calibration | Uncalibrated = UNREAD
+    parameters: int | None = None
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """The sequence length of a latent of so many frames, rows and columns."""

@@ -4,6 +4,7 @@ cross-attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         axis_limit = int(config.get("rope_max_seq_len", 1024))
         if min(heads, head_size, layers, frames, rows, columns) < 1:
             raise ValueError("a size below 1")
+        parameters = count_parameters(config)
     except (KeyError, TypeError, ValueError) as error:
         rule = f"the transformer's config.json cannot be read: {error!r}"
         raise FaultError([Fault("model.path", None, rule, "give a folder that diffusers saved")]) from error
@@ -42,7 +44,45 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
         RoleFacts(role, "self" if kind == "self" else "cross", kind, layers, heads, heads, head_size, True)
         for role, kind in names
     )
-    return ModelFacts(roles, heads, (frames, rows, columns), axis_limit, calibration=read_calibration(config))
+    calibration = read_calibration(config)
+    return ModelFacts(roles, heads, (frames, rows, columns), axis_limit, calibration=calibration, parameters=parameters)
+
+
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """Count the parameters of a WanTransformer3DModel.
+
+    Args:
+        config: its config.json; a field that is missing has diffusers' default.
+
+    Raises:
+        KeyError, TypeError, ValueError: for heads, layers or a patch that are missing, and sizes that are not numbers.
+    """
+
+    def size(name: str, default: int = 0) -> int:
+        value = config.get(name)
+        return default if value is None else int(value)
+
+    def linear(inputs: int, outputs: int) -> int:
+        return inputs * outputs + outputs
+
+    width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    patch = math.prod(int(length) for length in config["patch_size"])
+    channels, feed_forward = size("in_channels", 16), size("ffn_dim", 13824)
+    image, added = size("image_dim"), size("added_kv_proj_dim")
+
+    attention = 4 * linear(width, width) + 2 * width  # Q, K, V, output; the norms of Q and K
+    block = 2 * attention + linear(width, feed_forward) + linear(feed_forward, width) + 6 * width
+    block += 2 * width if config.get("cross_attn_norm", True) else 0
+    block += 2 * linear(added, width) + width if added else 0
+
+    embedders = linear(channels * patch, width)
+    embedders += linear(size("freq_dim", 256), width) + linear(width, width) + linear(width, 6 * width)
+    embedders += linear(size("text_dim", 4096), width) + linear(width, width)
+    if image:
+        embedders += 2 * image + linear(image, image) + linear(image, width) + 2 * width
+        embedders += size("pos_embed_seq_len") * image
+    output = linear(width, size("out_channels", channels) * patch) + 2 * width
+    return embedders + int(config["num_layers"]) * block + output
 
 
 def wire(model: Any, context: AttentionContext, name: str) -> ShardedModel:

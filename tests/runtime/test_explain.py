@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
+from configs.faults import FaultError
+from runtime.cli import cli
+from runtime.model_folder import read_folder
 from tests.conftest import CHECKOUT
 from tests.runtime.command import raylysses
 from tests.wan_folders import folder
@@ -219,6 +223,70 @@ def test_a_misspelled_command_or_option_gets_the_right_one(arguments: tuple[str,
     assert outcome.code == 2
     assert message in outcome.err
     assert outcome.err.count("error: ") == 1
+
+
+def _explained(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["explain", "--device", "cuda:9.0", "--packages", "all", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "heads"),
+    [
+        ("wan2.1-t2v-1.3b", {("transformer", "self", 30), ("transformer", "cross", 30)}, 12),
+        ("wan2.1-t2v-14b", {("transformer", "self", 40), ("transformer", "cross", 40)}, 40),
+        ("wan2.1-i2v-14b", {("transformer", role, 40) for role in ("self", "cross", "cross.image")}, 40),
+        (
+            "wan2.2-t2v-a14b",
+            {(model, role, 40) for model in ("transformer", "transformer_2") for role in ("self", "cross")},
+            40,
+        ),
+        ("wan2.2-ti2v-5b", {("transformer", "self", 30), ("transformer", "cross", 30)}, 24),
+    ],
+)
+def test_a_preset_is_explained_as_published_without_a_folder(
+    name: str, roles: set[tuple[str, str, int]], heads: int
+) -> None:
+    outcome = _explained("--json", f"model={name}")
+    report = json.loads(outcome.stdout)
+
+    assert outcome.exit_code == 0, outcome.output
+    Draft202012Validator(json.loads((CHECKOUT / "docs" / "selection.schema.json").read_text())).validate(report)
+    assert {(entry["model"], entry["role"], entry["layers"]) for entry in report["entries"]} == roles
+    assert report["assumed"]["model"].startswith(f"{name} as published (no folder given")
+    assert report["memory"]["weights"] > 2 * 10**9
+    assert report["memory"]["attention"] > 0
+    facts = read_folder(f"published:{name}", weights=False)
+    assert {role.heads for role in next(iter(facts.models.values())).roles} == {heads}
+    assert (facts.temporal, facts.spatial) == (4, 16 if name == "wan2.2-ti2v-5b" else 8)
+
+
+def test_the_json_files_of_a_folder_win_over_published_sizes(tmp_path: Path) -> None:
+    path = folder("wan2.1-t2v", tmp_path)
+    report = json.loads(_explained("--json", "model=wan2.1-t2v-14b", f"model.path={path}").stdout)
+    assert {entry["layers"] for entry in report["entries"]} == {2}
+    assert report["assumed"]["model"] == str(path)
+
+
+def test_the_memory_of_a_rank_is_an_estimate_that_names_what_it_leaves_out() -> None:
+    output = _explained("model=wan2.1-t2v-14b", "parallel.world_size=8").stdout
+    assert "memory:    each rank needs about 26.6 GiB for weights and 0.5 GiB for an attention call (" in output
+    assert "not counted: text and image encoders, VAE, " in output
+
+
+def test_published_sizes_need_every_other_setting_to_be_right() -> None:
+    outcome = _explained("model=wan2.2-ti2v-5b", "generate.height=720")
+    assert outcome.exit_code == 2
+    assert "generate.height=720: it must be a multiple of 32; use 704 or 736" in outcome.output
+
+
+def test_generate_asks_for_a_folder_of_a_preset_that_explain_knows() -> None:
+    with pytest.raises(FaultError) as refused:
+        CliRunner().invoke(cli, ["generate", "--prompt", "x", "model=wan2.1-t2v-14b"], catch_exceptions=False)
+    assert "model.path: is not set, and preset wan2.1-t2v-14b does not set it" in str(refused.value)
+    with pytest.raises(FaultError, match="sizes of a published model, without weights; give a local folder"):
+        read_folder("published:wan2.1-t2v-14b")
+    with pytest.raises(FaultError, match=r"did you mean published:wan2\.1-t2v-14b"):
+        read_folder("published:wan2.1-t2v-14", weights=False)
 
 
 def test_a_failing_nvidia_smi_is_asked_once_and_named(tmp_path: Path) -> None:
