@@ -16,7 +16,7 @@ from configs.faults import Fault, FaultError, nearest
 from configs.flags import BACKEND, CONFIG, split
 from configs.overrides import quote
 from configs.schema import RunConfig
-from runtime.commands import Commands, ConfiguredCommand, SingleOption
+from runtime.commands import WORDS, Commands, ConfiguredCommand, SingleOption
 
 Read = TypeVar("Read")
 
@@ -59,7 +59,7 @@ def generate_command(flags: list[str], prompt: str | None, files: tuple[Path, ..
     from runtime.generate import generate
 
     arguments = [*([] if prompt is None else [f"generate.prompt={quote(prompt)}"]), *overrides, *flags]
-    folder = generate(_compose(arguments, files, prompt))
+    folder = generate(_compose(arguments, files, prompt), click.get_current_context().meta[WORDS])
     click.echo(f"\nThe run is in {folder}")
     click.echo(f"  {'  '.join(sorted(path.name for path in folder.iterdir()))}")
 
@@ -217,7 +217,8 @@ def bench_attention_command(
     composed = _or_faults(lambda: _compose_without_prompt([*overrides, *flags], files, None), faults)
     if faults or of_shapes is None or of_plans is None or composed is None:
         raise FaultError(faults)
-    folder = bench_attention(composed, Experiment(of_shapes, of_plans, backends, rounds, causal))
+    asked = Experiment(of_shapes, of_plans, backends, rounds, causal)
+    folder = bench_attention(composed, asked, command=click.get_current_context().meta[WORDS])
     click.echo(f"\nThe figures are in {folder}")
 
 

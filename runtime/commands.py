@@ -32,10 +32,15 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
+WORDS = "raylysses.words"
+"""Where a click context's `meta` has the whole command as words."""
+
+
 class ConfiguredCommand(click.Command):
     """A command with settings. Attention options are taken out before click, which would read -ac as -a and -c."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = (*ctx.command_path.split(), *args)
         values_follow = [name for option in self.params if _takes_value(option) for name in option.opts]
         others, flags = split(args, values_follow)
         ctx.obj = [word for flag in flags for word in flag.words]

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from runtime.progress import Progress, make_progress, print_selection
 from runtime.requests import Generation, Request, request_of
 from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
+from runtime.settled import asked_lines, file_mapping
 from runtime.signals import signals_held, terminated_by_signal
 from runtime.summary import Driver, RequestRecord, Status, failure_of, summary, versions
 from runtime.video import encoder_fault
@@ -35,12 +35,19 @@ class _Recorder(Observer):
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
     def __init__(
-        self, config: RunConfig, path: Path | None, progress: Progress, request: Request, node: LocalNode
+        self,
+        config: RunConfig,
+        path: Path | None,
+        progress: Progress,
+        request: Request,
+        node: LocalNode | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         self.folder: RunFolder | None = None
         self.storage_fault: Fault | None = None
         self.session = Session(config, observer=self, node=node)
         self._config = config
+        self._command = command
         self._path = path
         self._progress = progress
         self._request = request
@@ -55,7 +62,6 @@ class _Recorder(Observer):
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
         self.folder = RunFolder.create(self._path, self._began)
-        self._store(self._write_config)
         self.write_reports("running")
 
     def on_event(self, rank: int, event: Any) -> None:
@@ -92,9 +98,9 @@ class _Recorder(Observer):
             raise
 
     def _write_config(self, folder: RunFolder) -> None:
-        # Given back with --config, it makes a new run, in a folder of its own.
-        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        folder.write_config(mapping, registered=self.session.registrations)
+        written = file_mapping(self.session.settled)
+        asked, registered = asked_lines(to_mapping(self._config), written), self.session.registrations
+        folder.write_config(written, registered=registered, started=self._command, asked=asked)
 
     def _store(self, write: Callable[[RunFolder], object]) -> None:
         """Write to the run folder; if that fails, go on in another one, so that a long run is not lost.
@@ -136,7 +142,7 @@ class _Recorder(Observer):
         self._store(self._write_config)
 
     def write_reports(self, status: Status, error: BaseException | None = None) -> None:
-        """summary.json and selection.json as they stand; nothing if the run has not come so far as to have a folder."""
+        """Write config.yaml, summary.json and selection.json as they stand; nothing before there is a folder."""
         if self.folder is None:
             return
         steps = {rank: tuple(events) for rank, events in self._steps.items()}
@@ -156,6 +162,7 @@ class _Recorder(Observer):
             versions=versions(),
             error=None if error is None else failure_of(error),
         )
+        self._store(self._write_config)
         self._store(lambda folder: folder.write_summary(content))
         self._store(lambda folder: folder.write_selection(session.report))
         self._store(lambda folder: folder.write_ray_log(session.ray_messages))
@@ -178,8 +185,16 @@ class _Recorder(Observer):
         return time.monotonic() - self._started
 
 
-def generate(config: RunConfig) -> Path:
-    """Make one video and its run folder; returns the folder. Raises what `Session` raises."""
+def generate(config: RunConfig, command: Sequence[str] = ()) -> Path:
+    """Make one video and its run folder. Raises what `Session` raises.
+
+    Args:
+        config: The run.
+        command: The command line that asked for it, as words, for config.yaml.
+
+    Returns:
+        The run folder.
+    """
     with terminated_by_signal(), make_progress(1) as progress:
         path = Path(config.run.dir).absolute() if config.run.dir is not None else None
         node = LocalNode()
@@ -188,7 +203,7 @@ def generate(config: RunConfig) -> Path:
             progress.message(
                 "run.dir is not set: the run goes into the job's working directory, which Ray deletes some day"
             )
-        recorder = _Recorder(config, path, progress, request, node)
+        recorder = _Recorder(config, path, progress, request, node, command)
         session = recorder.session
         try:
             try:
@@ -228,18 +243,18 @@ def _checked_request(config: RunConfig, path: Path | None, node: LocalNode) -> R
         PlacementError: if nothing but resources is lacking.
     """
     image, faults = read_image(config.generate.image)
+    # A file that cannot be read is an image all the same: a model that needs one must not report that it is missing.
+    request = request_of(config, b"" if faults else image)
     if "video" in config.run.outputs:
         fault = encoder_fault()
         faults += [] if fault is None else [fault]
     lacking: list[Fault] = []
-    request = request_of(config, image)
     try:
         Session(config, node=node).check([request])
     except PlacementError as error:
         lacking += error.faults
     except FaultError as error:
-        known = {fault.key for fault in faults}
-        faults += [fault for fault in error.faults if fault.key not in known]
+        faults += error.faults
     try:
         RunFolder.refuse(path)
     except FaultError as error:

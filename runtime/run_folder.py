@@ -11,8 +11,9 @@ import itertools
 import json
 import os
 import re
+import shlex
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +28,6 @@ from runtime.video import encode_video, write_contact_sheet
 RUNS = Path("runs")
 ANOTHER = "name another folder with run.dir, or leave it out for runs/<time>"
 UNICODE_LINE_ENDS = "\x85\u2028\u2029"
-CONFIG_COMMENT = "# The composed configuration of this run; to repeat it, give this file back with --config.\n"
 
 
 class _TakenError(FaultError):
@@ -94,12 +94,25 @@ class RunFolder:
             self._ranks.popitem()[1].close()
 
     def write_config(
-        self, mapping: Mapping[str, Any], registered: Mapping[str, str] | None = None, comment: str = CONFIG_COMMENT
+        self,
+        mapping: Mapping[str, Any],
+        command: Sequence[str] = ("raylysses", "generate"),
+        registered: Mapping[str, str] | None = None,
+        started: Sequence[str] = (),
+        asked: Sequence[str] = (),
     ) -> Path:
-        """config.yaml, which --config takes; `mapping` is a file's content, as `configs.compose.to_mapping` has it.
-        comment: how to repeat the run, above it.
+        """Write config.yaml, which `--config` takes, below comments that say how to repeat the run.
 
-        registered: backends by class path. They are code, which a file may not name, so they stand there as a comment.
+        Args:
+            mapping: The content, as a file for `configs.compose.compose`.
+            command: The command that repeats the run, without `--config`.
+            registered: Class paths of registered backends, by name. A file may not name code to import, so that they
+                are arguments of the command.
+            started: The command that started the run; empty for a run that Python code started.
+            asked: Lines on the settings that differ from what was asked for.
+
+        Returns:
+            The path of the file.
         """
         import yaml  # type: ignore[import-untyped]  # OmegaConf cannot escape line ends
 
@@ -107,8 +120,16 @@ class RunFolder:
         # Text stays readable in any script, but for line ends that YAML would fold into a space.
         readable = not any(end in text for text in _texts(plain) for end in UNICODE_LINE_ENDS)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, width=1_000_000)
-        flags = "".join(f"# and with attention.register.{name}={path}\n" for name, path in (registered or {}).items())
-        return self._write_text("config.yaml", comment + flags + text)
+        path, here = self.path.absolute() / "config.yaml", Path.cwd()
+        file = path.relative_to(here) if path.is_relative_to(here) else path
+        registrations = [f"attention.register.{name}={class_path}" for name, class_path in (registered or {}).items()]
+        header = ["To repeat this run:", f"  {shell_command([*command, '--config', str(file), *registrations])}"]
+        if started:
+            header += ["It was started with:", f"  {shell_command(started)}"]
+        if asked:
+            header += ["Settings as they were asked for, which this file replaces by what was used, or leaves out:"]
+            header += [f"  {line}" for line in asked]
+        return self._write_text("config.yaml", "".join(f"# {line}\n" for line in header) + text)
 
     def append(self, rank: int, event: Event) -> None:
         """One line in ranks/rank{rank}.jsonl, handed to the operating system before this returns."""
@@ -209,6 +230,20 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(part, path)
         return path
+
+
+def shell_command(words: Iterable[str]) -> str:
+    """Quote words as one line that bash and zsh read back; a word's line ends and control characters are escaped."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    def escape(character: str) -> str:
+        if character.isprintable() and character not in "\\'":
+            return character
+        return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
+
+    return f"$'{''.join(map(escape, word))}'"
 
 
 def event_fields(event: Event) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,10 +17,11 @@ from runtime.errors import DisagreementError, RankPlace
 from runtime.first_frame import first_frame
 from runtime.latents import latent_differences
 from runtime.live import LiveRanks
-from runtime.model_folder import BUILT_IN_PREFIX, FolderFacts
+from runtime.model_folder import FolderFacts
 from runtime.preflight import Ground, check_without_ray, survey
 from runtime.report import SelectionReport, merge
 from runtime.requests import Generation, Request, with_plain_numbers
+from runtime.settled import absolute_model_path, settle_ranks, settle_roles
 from runtime.signals import terminated_by_signal
 
 
@@ -76,6 +76,7 @@ class Session:
         self.device: DeviceFacts | None = None
         self.device_notice = ""
         self.world_size = 0
+        self._dtype = ""
         self._observer = observer if observer is not None else Observer()
         self._worker = worker
         self._node = node or LocalNode()
@@ -127,6 +128,16 @@ class Session:
     def registrations(self) -> dict[str, str]:
         """Name -> class path of the backends that the ranks know beside the built-in ones."""
         return self._registry.registrations()
+
+    @property
+    def settled(self) -> RunConfig:
+        """The configuration with what the run has settled on so far in place of `auto`: what a repeated run needs."""
+        if self.device is None or self._folder is None:
+            return self.config
+        config = settle_ranks(self.config, self.device.platform, self.world_size, self._dtype)
+        models = self._folder.models.values()
+        roles = {role.role: role.category for model in models for role in model.roles}
+        return settle_roles(config, roles, self.report.entries, self._registry)
 
     @property
     def finished(self) -> tuple[Generation, ...]:
@@ -224,17 +235,17 @@ class Session:
 
     def _start(self, folder: FolderFacts) -> None:
         ground = self._live.start(lambda: self._survey(folder), self._worker, self._observer.on_placed)
-        path = self.config.model.path
         # Ranks have working directories of their own.
-        absolute = path if path.startswith(BUILT_IN_PREFIX) else str(Path(path).absolute())
-        config = replace(self.config, model=ModelConfig(absolute))
+        config = replace(self.config, model=ModelConfig(absolute_model_path(self.config.model.path)))
         with self._live.timed("load"):
             specs = self._live.specs(ground, config, self._registry.paths(), folder.pipeline)
             self._live.group.set_up(specs, self._observer.on_event)
 
     def _survey(self, folder: FolderFacts) -> Ground:
+        """What the cluster gives; the session knows it from here on, before the ranks have their places."""
         ground = survey(self.config, folder, self._registry, self._node)
-        self.device, self.device_notice, self.world_size = ground.device, ground.notice, ground.world_size
+        self.device, self.device_notice = ground.device, ground.notice
+        self.world_size, self._dtype = ground.world_size, ground.dtype
         return ground
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from configs.compose import to_mapping
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, ParallelConfig, RunConfig
 from parallel.events import Phase, Step
-from runtime.bench.choice import NOTHING, refuse_if_nothing_is_served
+from runtime.bench.choice import NOTHING, refuse_if_nothing_is_served, settle_choice
 from runtime.bench.grid import Shape, cases_of, common_heads, own_settings, parse_backends
 from runtime.bench.record import Facts, record
 from runtime.bench.results import Checked, Refused, Results, RoundDone, wrong
@@ -27,6 +27,7 @@ from runtime.live import LiveRanks
 from runtime.preflight import Ground, refuse_shadows, survey_ranks
 from runtime.progress import Progress, make_progress
 from runtime.run_folder import RunFolder
+from runtime.settled import asked_lines, file_mapping, settle_ranks
 from runtime.signals import signals_held, terminated_by_signal
 from runtime.step_meter import DONE, duration
 from runtime.summary import Status, failure_of
@@ -45,8 +46,8 @@ class Experiment:
     causal: bool
 
 
-def command_of(asked: Experiment) -> str:
-    """The command that repeats an experiment with the config.yaml that it stands in."""
+def command_of(asked: Experiment) -> list[str]:
+    """The command that repeats an experiment, as words, without its configuration."""
     options = {
         "--shapes": ",".join(map(str, asked.shapes)),
         "--plans": ",".join(asked.plans),
@@ -55,29 +56,53 @@ def command_of(asked: Experiment) -> str:
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
     causal = ["--causal"] if asked.causal else []
-    return shlex.join(["raylysses", "bench", "attention", "--config", "config.yaml", *words, *causal])
+    return ["raylysses", "bench", "attention", *words, *causal]
 
 
 class _Recorder:
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
 
     def __init__(
-        self, config: RunConfig, asked: Experiment, path: Path | None, progress: Progress, registered: dict[str, str]
+        self,
+        config: RunConfig,
+        asked: Experiment,
+        path: Path | None,
+        progress: Progress,
+        registry: Registry,
+        command: Sequence[str],
     ) -> None:
         self._config, self._asked, self._path, self._progress = config, asked, path, progress
-        self._registered = registered
+        self._registry, self._command = registry, command
+        self._settled = config
         self.folder: RunFolder | None = None
         self.results: Results | None = None
         self._facts: Facts | None = None
         self._finished: dict[int, int] = {}
         self._began = time.monotonic()
 
+    def on_survey(self, ground: Ground) -> None:
+        self._settled = settle_ranks(self._config, ground.device.platform, ground.world_size, ground.dtype)
+
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
         self.folder = RunFolder.create(self._path, datetime.now())
-        mapping = to_mapping(replace(self._config, run=replace(self._config.run, dir=None)))
-        comment = f"# {command_of(self._asked)}\n"
-        self.folder.write_config(own_settings(mapping), self._registered, comment)
+        self._write_config(self.folder)
+
+    def _write_config(self, folder: RunFolder) -> None:
+        """config.yaml as it stands: without `--backends`, the choice is settled once every cell has the same backend.
+
+        The names in `--backends` and `--plans` are the question that a bench asks; they stay in the command.
+        """
+        rows = () if self.results is None or self._asked.backends is not None else self.results.rows()
+        config = replace(self._settled, attention=settle_choice(self._settled.attention, rows, self._registry))
+        written = own_settings(file_mapping(config))
+        folder.write_config(
+            written,
+            command_of(self._asked),
+            self._registry.registrations(),
+            self._command,
+            asked_lines(own_settings(to_mapping(self._config)), written),
+        )
 
     def begin(self, results: Results, ground: Ground, places: Sequence[RankPlace]) -> None:
         config, asked = self._config, self._asked
@@ -108,9 +133,10 @@ class _Recorder:
         self._progress.message(f"{shapes[index]}: done after {duration(spent)}{ahead}")
 
     def write(self, status: Status, error: BaseException | None = None) -> None:
-        """bench.json as it stands; nothing before the ranks have their places."""
+        """Write config.yaml and bench.json as they stand; nothing before the ranks have their places."""
         if self.folder is None or self.results is None or self._facts is None:
             return
+        self._write_config(self.folder)
         failure = None if error is None else failure_of(error)
         self.folder.write_bench(record(status, self._facts, self.results.rows(), failure))
 
@@ -121,12 +147,24 @@ class _Recorder:
             sys.stdout.write("".join(f"{line}\n" for line in lines_of(rows)))
 
 
-def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKER) -> Path:
-    """Run the grid; returns the run folder, which has bench.json and bench.png. worker: dotted path of the class that
-    does a rank's work.
+def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKER, command: Sequence[str] = ()) -> Path:
+    """Run the grid.
 
-    Raises FaultError and PlacementError before any rank starts, WrongResultError once all is done if a result was
-    wrong, and RankError and StallError as a session does.
+    Args:
+        config: The run.
+        asked: The grid.
+        worker: Dotted path of the class that does a rank's work.
+        command: The command line that asked for it, as words, for config.yaml.
+
+    Returns:
+        The run folder, which has bench.json and bench.png.
+
+    Raises:
+        FaultError: Before any rank starts, for what cannot be served.
+        PlacementError: Before any rank starts, for resources that are not available.
+        WrongResultError: After the whole grid, if a result was wrong.
+        RankError: A rank failed.
+        StallError: Ranks hang.
     """
     registry = Registry(config.attention.register)
     backends = parse_backends(asked.backends, config.attention, registry)
@@ -134,10 +172,11 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
     path = Path(config.run.dir).absolute() if config.run.dir is not None else None
     RunFolder.refuse(path)
     with terminated_by_signal(), make_progress(1, requests=len(asked.shapes), noun="shape") as progress:
-        recorder = _Recorder(config, asked, path, progress, registry.registrations())
+        recorder = _Recorder(config, asked, path, progress, registry, command)
         live = LiveRanks(config, progress.message)
         try:
-            ground = live.start(lambda: _survey(config, asked, backends, registry), worker, recorder.on_placed)
+            survey = partial(_survey, config, asked, backends, registry, recorder.on_survey)
+            ground = live.start(survey, worker, recorder.on_placed)
             cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
             results = Results(cases, asked.shapes, ground.world_size)
             recorder.begin(results, ground, live.group.places)
@@ -160,11 +199,18 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
     return _concluded(recorder, results)
 
 
-def _survey(config: RunConfig, asked: Experiment, backends: dict[str, AttentionConfig], registry: Registry) -> Ground:
+def _survey(
+    config: RunConfig,
+    asked: Experiment,
+    backends: dict[str, AttentionConfig],
+    registry: Registry,
+    on_survey: Callable[[Ground], None],
+) -> Ground:
     """What the cluster gives, if anything of the grid is served there. Raises PlacementError, and FaultError."""
     ground = survey_ranks(config, common_heads(asked.shapes), registry)
     cases = cases_of(asked.shapes, asked.plans, backends, ground.world_size)
     refuse_if_nothing_is_served(cases, asked.causal, ground.dtype, ground.world_size, ground.device, registry)
+    on_survey(ground)
     return ground
 
 

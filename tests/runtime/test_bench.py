@@ -72,7 +72,7 @@ class OneShapeRank(BenchRank):
 
 def repeated(folder: Path) -> list[str]:
     """The words of the command in the comment of config.yaml."""
-    comment, *_ = (folder / "config.yaml").read_text().splitlines()
+    _, comment, *_ = (folder / "config.yaml").read_text().splitlines()
     return shlex.split(comment.removeprefix("# "))
 
 
@@ -289,10 +289,13 @@ def test_causal_attention_in_bfloat16_is_compared_with_its_own_rows(tmp_path: Pa
         "--rounds",
         "1",
     ]
-    assert repeated(folder) == ["raylysses", "bench", "attention", "--config", "config.yaml", *words, "--causal"]
+    file = ["--config", str(folder / "config.yaml")]
+    assert repeated(folder) == ["raylysses", "bench", "attention", *words, "--causal", *file]
     settings, faults = compose(["generate.prompt=x"], file=folder / "config.yaml")
     assert settings is not None, faults
     assert (settings.run.dtype, settings.parallel.world_size) == ("bfloat16", 2)
+    assert (settings.run.device, settings.parallel.transport) == ("cpu", "torch")
+    assert (settings.run.dir, settings.cluster.address) == (None, "local")
     assert "prompt" not in (folder / "config.yaml").read_text()
     assert [row["outcome"] for row in content["rows"]] == ["timed"] * 4
     assert all(1e-5 < row["error"] <= row["tolerance"] == 5e-3 for row in content["rows"])

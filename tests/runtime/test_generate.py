@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,43 @@ def test_an_exchange_in_fp8_differs_little_and_says_that_it_is_lossy(
         assert sent == traffic["planned"]
         assert sent["scatter_heads"]["bytes_sent"] == calls * mine * share * (2 * quantised + HEAD_SIZE * 4)
         assert sent["gather_heads"]["bytes_sent"] == calls * (TOKENS - mine) * share * quantised
+
+
+def test_a_run_is_repeated_by_its_configuration_and_the_command_above_it(tmp_path: Path, ray_cluster: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    place = f"cluster.address={ray_cluster}"
+    registered = "attention.register.SLIGHTLY_WRONG=tests.runtime.test_bench.SlightlyWrongBackend"
+    chosen = ("attention.default=SLIGHTLY_WRONG", "attention.per_role.cross=auto", "run.seed=7")
+    size = ("generate.frames=5", "generate.height=32", "generate.width=48", "generate.steps=2")
+    settings = (*size, registered, *chosen, "run.outputs=[]", "run.save_latents=true")
+    asked = ("generate", "--prompt", "a cat\nin two lines", *settings, place, f"run.dir={first}")
+    done = raylysses(*asked)
+    assert done.code == 0, done.err
+
+    text = (first / "config.yaml").read_text()
+    content = yaml.safe_load(text)
+    parallel = {"ulysses": 2, "ring": 1, "strategy": "ulysses", "exchange_dtype": "same", "transport": "torch"}
+    assert content["parallel"] == {"world_size": 2, **parallel}
+    assert (content["run"]["device"], content["run"]["dtype"], content["run"]["seed"]) == ("cpu", "float32", 7)
+    per_role = {"self": "SLIGHTLY_WRONG", "cross": "TORCH_SDPA"}
+    assert content["attention"] == {"agreement": "require", "default": None, "per_role": per_role}
+    assert "dir" not in content["run"]
+    assert "address" not in content["cluster"]
+
+    comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    command = shlex.split(comments[1])
+    assert command == ["raylysses", "generate", "--config", str(first / "config.yaml"), registered]
+    assert comments[3].startswith("raylysses generate --prompt $'a cat\\x0ain two lines' generate.frames=5")
+    for line in ("parallel.world_size: auto", "run.device: auto", "run.dtype: auto", f"run.dir: {first}"):
+        assert line in comments
+    assert {"attention.default: SLIGHTLY_WRONG", "attention.per_role.cross: auto"} <= set(comments)
+    assert "attention.agreement" not in text.partition("model:")[0]
+
+    done = raylysses(*command[1:], place, f"run.dir={second}")
+    assert done.code == 0, done.err
+    np.testing.assert_array_equal(latents(second), latents(first))
+    assert selection(second)["entries"][0]["class_path"] == "tests.runtime.test_bench.SlightlyWrongBackend"
+    assert yaml.safe_load((second / "config.yaml").read_text()) == content
 
 
 def test_the_run_folder_is_whole(runs: dict[int, Path]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from configs.compose import compose, to_mapping
@@ -136,11 +138,22 @@ def test_the_configuration_comes_back_as_it_was(folder: RunFolder, prompt: str) 
     config, faults = compose(arguments, environ={})
     assert config is not None, faults
     path = folder.write_config(MappingProxyType(to_mapping(config)))
-    first = path.read_text(encoding="utf-8").split("\n")[0]
-    assert first.startswith("#")
-    assert "--config" in first
+    command = shlex.split(path.read_text(encoding="utf-8").split("\n")[1].removeprefix("#"))
+    assert command == ["raylysses", "generate", "--config", str(path)]
     assert compose(file=path, environ={}) == (config, ())
     assert config.generate.prompt == prompt
+
+
+@pytest.mark.parametrize("word", ["two\nlines", "it's\ta \\ tab\x1b[0m", "\x85\u2028 \udcff", "a 狐's ${den}"])
+def test_the_command_that_started_a_run_stays_one_comment_that_the_shell_reads_back(
+    folder: RunFolder, word: str
+) -> None:
+    path = folder.write_config({"run": {"seed": 5}}, started=["raylysses", word], asked=["run.dtype: auto"])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) == {"run": {"seed": 5}}
+    assert lines[-3:] == ["#   run.dtype: auto", "run:", "  seed: 5"]
+    printed = subprocess.run(["bash", "-c", f"printf %s {lines[3].split(maxsplit=2)[2]}"], capture_output=True)
+    assert printed.stdout == word.encode("utf-8", "surrogateescape")
 
 
 def test_text_in_any_script_stays_readable_in_the_configuration(folder: RunFolder) -> None:
