@@ -13,7 +13,7 @@ from configs.compose import compose, to_mapping
 from configs.schema import AttentionSpec, RunConfig
 from parallel.plan import Strategy
 from runtime.bench.choice import settle_choice
-from runtime.bench.grid import Case, Shape
+from runtime.bench.grid import Case, Shape, parse_backends
 from runtime.bench.results import Checked, Row
 from runtime.report import SelectionEntry, from_selections
 from runtime.settled import asked_lines, file_mapping, settle_ranks, settle_roles
@@ -111,5 +111,6 @@ def test_a_bench_settles_on_the_backend_that_every_cell_ran() -> None:
     ran, other = Row(case, "timed", "", checked), Row(case, "timed", "", replace(checked, backend="REFERENCE"))
     settled = settle_choice(attention, [ran, Row(case, "refused", "no")], REGISTRY)
     assert (settled.default, settled.per_role) == (None, {"self": AttentionSpec("TORCH_SDPA")})
+    assert parse_backends(None, settled, REGISTRY) == {"TORCH_SDPA": settled}
     for rows in ([ran, other], [ran, Row(case)], []):
         assert settle_choice(attention, rows, REGISTRY) == attention
