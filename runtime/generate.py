@@ -30,6 +30,8 @@ from runtime.signals import signals_held, terminated_by_signal
 from runtime.summary import Driver, RequestRecord, Status, failure_of, summary, versions
 from runtime.video import encoder_fault
 
+OF_IMAGES = ("generate.image", "generate.image_fit")
+
 
 class _Recorder(Observer):
     """Shows what the ranks report, and keeps it in the run folder, which is made when they have their places."""
@@ -243,18 +245,19 @@ def _checked_request(config: RunConfig, path: Path | None, node: LocalNode) -> R
         PlacementError: if nothing but resources is lacking.
     """
     image, faults = read_image(config.generate.image)
-    # A file that cannot be read is an image all the same: a model that needs one must not report that it is missing.
-    request = request_of(config, b"" if faults else image)
+    unread = bool(faults)
     if "video" in config.run.outputs:
         fault = encoder_fault()
         faults += [] if fault is None else [fault]
     lacking: list[Fault] = []
+    request = request_of(config, image)
     try:
         Session(config, node=node).check([request])
     except PlacementError as error:
         lacking += error.faults
     except FaultError as error:
-        faults += error.faults
+        # A file that cannot be read leaves the request without an image, which would be reported as missing.
+        faults += [fault for fault in error.faults if not (unread and fault.key in OF_IMAGES)]
     try:
         RunFolder.refuse(path)
     except FaultError as error:
