@@ -22,7 +22,7 @@ from runtime import ray_api
 from runtime.check import raise_if_any, read_image
 from runtime.errors import PlacementError, RankError, RankPlace, StallError, StorageError, TerminatedError
 from runtime.progress import Progress, make_progress, print_selection
-from runtime.requests import Generation, Request, request_of
+from runtime.requests import Generation, Request, caption_of, request_of
 from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
 from runtime.settled import asked_lines, file_mapping
@@ -84,14 +84,15 @@ class _Recorder(Observer):
             if generation.first_frame is not None:
                 self._write_first_frame(index, generation.first_frame)
             if generation.frames is not None:
-                self._write_frames(index, generation.frames, generation.request.fps)
+                self._write_frames(index, generation.frames, generation.request)
 
     def _write_first_frame(self, index: int, content: bytes) -> None:
         self._store(lambda folder: folder.write_first_frame(content, index))
 
-    def _write_frames(self, index: int, frames: Any, fps: int) -> None:
+    def _write_frames(self, index: int, frames: Any, request: Request) -> None:
+        caption, outputs = caption_of(request, self._config.model.path), self._config.run.outputs
         try:
-            self._store(lambda folder: folder.write_frames(frames, fps, self._config.run.outputs, index))
+            self._store(lambda folder: folder.write_frames(frames, request.fps, outputs, index, caption))
         except StorageError:
             raise
         except FaultError:

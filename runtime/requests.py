@@ -61,6 +61,29 @@ def request_of(config: RunConfig, image: bytes | None = None) -> Request:
     )
 
 
+def caption_of(request: Request, model: str) -> tuple[str, str]:
+    """Say what a video was made from, for people.
+
+    Args:
+        request: The request.
+        model: The model's path, as the configuration names it.
+
+    Returns:
+        The prompt, and a line with the settings.
+    """
+    guidance = f"{request.guidance:g}" if request.guidance_2 is None else f"{request.guidance:g}/{request.guidance_2:g}"
+    settings = (
+        f"seed {request.seed}",
+        f"model {model}",
+        f"{request.steps} steps",
+        f"guidance {guidance}",
+        f"{request.width} x {request.height}",
+        f"{request.frames} frames at {request.fps} fps",
+        *(("first frame given",) if request.image is not None else ()),
+    )
+    return request.prompt, ", ".join(settings)
+
+
 @dataclass(frozen=True)
 class Generation:
     """What a request came to.

@@ -165,15 +165,30 @@ class RunFolder:
         """summary.json, as docs/summary.schema.json has it (see `runtime.summary.summary`)."""
         return self._write_json("summary.json", mapping)
 
-    def write_frames(self, frames: Any, fps: float, outputs: Collection[str], request: int = 0) -> tuple[Path, ...]:
-        """The contact sheet (`frames` in outputs) and the video (`video`) of uint8 [F, H, W, 3]; returns their paths.
+    def write_frames(
+        self, frames: Any, fps: float, outputs: Collection[str], request: int = 0, caption: Sequence[str] = ()
+    ) -> tuple[Path, ...]:
+        """Write the contact sheet and the video of a request.
 
-        The sheet comes first: it is there even if the video cannot be encoded, which raises FaultError.
+        The sheet is written first: it is kept even if the video cannot be encoded.
+
+        Args:
+            frames: uint8 [F, H, W, 3].
+            fps: Frames per second.
+            outputs: `frames` for the contact sheet, `video` for the video.
+            request: The request's number, from 0.
+            caption: Paragraphs above the frames of the sheet.
+
+        Returns:
+            The paths that were written.
+
+        Raises:
+            FaultError: The video could not be encoded.
         """
         written = []
         if "frames" in outputs:
             written.append(self._named("frames", ".png", request))
-            write_contact_sheet(frames, fps, written[-1])
+            write_contact_sheet(frames, fps, written[-1], caption)
         if "video" in outputs:
             video = self._named("video", ".mp4", request)
             encode_video(frames, fps, video)

@@ -1,17 +1,19 @@
-"""Frames as people look at them: an H.264 video, and a contact sheet that shows the whole of it at a glance."""
+"""Writes frames for people: an H.264 video, and a contact sheet of frames from all of the video."""
 
 from __future__ import annotations
 
 import math
 import os
 import subprocess
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.faults import Fault, FaultError
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFont
 
 ENCODER = "libx264"
 SHEET_FRAMES = 12
@@ -19,6 +21,11 @@ SHEET_COLUMNS = 4
 SMALLEST_TILE = 128
 LARGEST_TILE = 512
 WIDEST_UPSCALE = 1024
+FONT_SIZE = 12
+CAPTION_LINES = 3
+CAPTION_LINE = 17
+NARROWEST_CAPTIONED = 420
+ELLIPSIS = "\u2026"
 WITHOUT_VIDEO = "or leave the video out with run.outputs=[frames]"
 _COLOURS = ("-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709", "-color_range", "tv")
 
@@ -110,34 +117,103 @@ def tile_size(height: int, width: int) -> tuple[int, int]:
     return height * factor, width * factor
 
 
-def contact_sheet(frames: Any, fps: float) -> Image.Image:
-    """Up to 12 evenly spaced frames of uint8 [F, H, W, 3] in a grid; below each its number (from 0) and its time."""
-    from PIL import Image, ImageDraw, ImageFont
+def contact_sheet(frames: Any, fps: float, caption: Sequence[str] = ()) -> Image.Image:
+    """Draw up to 12 evenly spaced frames in a grid, each above its number (from 0) and its time.
+
+    Args:
+        frames: uint8 [F, H, W, 3].
+        fps: Frames per second.
+        caption: Paragraphs above the frames. Each is wrapped, and cut with an ellipsis after three lines. Characters
+            that the font lacks (Chinese, Japanese and Korean ones, most emoji) are drawn as boxes.
+
+    Returns:
+        The sheet as an RGB image.
+    """
+    from PIL import Image, ImageDraw
 
     check_frames(frames)
     shown = sheet_frames(len(frames))
     labels = [f"frame {index}  {index / fps:.2f} s" for index in shown]
-    font = ImageFont.load_default(size=13)
+    font = _font()
     height, width = tile_size(*frames.shape[1:3])
     margin, band = 8, 20
     cell = max(width, *(math.ceil(font.getlength(label)) for label in labels))
     columns = min(SHEET_COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
-    size = (margin + columns * (cell + margin), margin + rows * (height + band + margin))
-    sheet = Image.new("RGB", size, (24, 24, 24))
+    sheet_width = max(margin + columns * (cell + margin), NARROWEST_CAPTIONED if caption else 0)
+    paragraphs = [wrapped(paragraph, font.getlength, sheet_width - 2 * margin) for paragraph in caption]
+    grid_top = margin + (CAPTION_LINE * sum(map(len, paragraphs)) + margin if caption else 0)
+    sheet = Image.new("RGB", (sheet_width, grid_top + rows * (height + band + margin)), (24, 24, 24))
     draw = ImageDraw.Draw(sheet)
+    top = margin
+    for paragraph, lines in enumerate(paragraphs):
+        for line in lines:
+            draw.text((margin, top), line, fill=(170, 170, 170) if paragraph else (255, 255, 255), font=font)
+            top += CAPTION_LINE
     enlarged = width >= frames.shape[2]
     filter_ = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
     for place, (index, label) in enumerate(zip(shown, labels, strict=True)):
         row, column = divmod(place, columns)
-        left, top = margin + column * (cell + margin), margin + row * (height + band + margin)
+        left, top = margin + column * (cell + margin), grid_top + row * (height + band + margin)
         sheet.paste(Image.fromarray(frames[index]).resize((width, height), filter_), (left, top))
         draw.text((left, top + height + 3), label, fill=(230, 230, 230), font=font)
     return sheet
 
 
-def write_contact_sheet(frames: Any, fps: float, path: Path) -> None:
-    """Writes `contact_sheet` as a PNG; the file appears when it is complete."""
+def wrapped(text: str, length: Callable[[str], float], width: float) -> list[str]:
+    """Break a paragraph into at most three lines, between words where it has spaces.
+
+    Args:
+        text: One paragraph. Line breaks, control characters and lone surrogates count as spaces.
+        length: The width of a text in pixels.
+        width: The width of a line in pixels.
+
+    Returns:
+        The lines; the last one ends in an ellipsis if text was left out.
+    """
+    rest = _printable(text)
+    lines: list[str] = []
+    while rest and len(lines) < CAPTION_LINES:
+        end = 1
+        while end < len(rest) and length(rest[: end + 1]) <= width:
+            end += 1
+        if end < len(rest):
+            space = rest.rfind(" ", 0, end + 1)
+            end = space if space > 0 else end
+        lines.append(rest[:end])
+        rest = rest[end:].lstrip()
+    if rest:
+        last = lines[-1]
+        while last and length(last + ELLIPSIS) > width:
+            last = last[:-1]
+        lines[-1] = last.rstrip() + ELLIPSIS
+    return lines
+
+
+def write_contact_sheet(frames: Any, fps: float, path: Path, caption: Sequence[str] = ()) -> None:
+    """Write `contact_sheet` as a PNG, which has the whole caption in its metadata (`Description`).
+
+    The file appears when it is complete.
+    """
+    from PIL.PngImagePlugin import PngInfo
+
+    metadata = PngInfo()
+    if caption:
+        metadata.add_itxt("Description", "\n".join(map(_printable, caption)))
     part = path.with_name(f".{path.stem}.part{path.suffix}")
-    contact_sheet(frames, fps).save(part, format="PNG")
+    contact_sheet(frames, fps, caption).save(part, format="PNG", pnginfo=metadata)
     os.replace(part, path)
+
+
+def _printable(text: str) -> str:
+    """The text without control characters and lone surrogates, which neither fonts nor PNG files take."""
+    kept = (" " if unicodedata.category(character) in ("Cc", "Cs") else character for character in text)
+    return " ".join("".join(kept).split())
+
+
+def _font() -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib: Pillow's own font has ASCII only."""
+    import matplotlib
+    from PIL import ImageFont
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size=FONT_SIZE)

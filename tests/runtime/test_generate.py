@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from PIL import Image
 from safetensors.numpy import load_file
 
 from parallel.plan import split
@@ -242,7 +243,10 @@ def test_the_run_folder_is_whole(runs: dict[int, Path]) -> None:
     assert all(request["peak_memory_bytes"][rank] > 0 for rank in ("0", "1"))
     assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["seed"] == 7
     assert (folder / "video.mp4").stat().st_size > 1000
-    assert (folder / "frames.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(folder / "frames.png") as sheet:
+        prompt, settings = sheet.info["Description"].splitlines()
+    assert prompt == content["requests"][0]["prompt"]
+    assert settings.startswith("seed 7, model built-in:tiny-wan, ")
     assert not (runs[1] / "video.mp4").exists()
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from configs.faults import FaultError
 from runtime.run_folder import RunFolder
-from runtime.video import contact_sheet, encode_video, encoder_fault, sheet_frames, tile_size
+from runtime.video import contact_sheet, encode_video, encoder_fault, sheet_frames, tile_size, wrapped
 
 
 def moving_square(count: int, height: int, width: int) -> Any:
@@ -134,3 +134,49 @@ def test_the_sheet_holds_the_frames_pixel_for_pixel_and_a_label_below_each(tmp_p
 
 def test_a_short_video_has_a_small_sheet() -> None:
     assert contact_sheet(moving_square(2, 128, 128), 8).size == (8 + 2 * 136, 8 + 156)
+
+
+def test_a_caption_makes_the_sheet_higher_and_leaves_the_frames_as_they_are() -> None:
+    frames = moving_square(17, 32, 48)
+    plain = np.asarray(contact_sheet(frames, 8))
+    captioned = np.asarray(contact_sheet(frames, 8, ("a red circle moving right", "seed 7, model tiny-wan")))
+    added = len(captioned) - len(plain)
+    assert added == 2 * 17 + 8
+    np.testing.assert_array_equal(captioned[added + 8 :], plain[8:])
+    prompt, settings = captioned[8:25], captioned[25:42]
+    assert np.count_nonzero(prompt.min(axis=2) > 128) > 100
+    assert np.count_nonzero(settings.min(axis=2) > 128) > 100
+
+
+def test_a_long_caption_is_wrapped_between_words_and_cut_with_an_ellipsis() -> None:
+    assert wrapped("one two\nthree\x00four", len, 9) == ["one two", "three", "four"]
+    assert wrapped("one two three four five", len, 9) == ["one two", "three", "four five"]
+    assert wrapped("one two three four five six", len, 9) == ["one two", "three", "four fiv\u2026"]
+    assert wrapped("\u732b" * 50, len, 20) == ["\u732b" * 20, "\u732b" * 20, "\u732b" * 10]
+    assert wrapped("", len, 9) == []
+    most = contact_sheet(moving_square(1, 16, 16), 8, ("word " * 5000,))
+    assert most.size == (420, 8 + 3 * 17 + 8 + 128 + 28)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        ("", ""),
+        ("\u732b\u304c\u8d70\u308b" * 40, "\u732b\u304c\u8d70\u308b" * 40),
+        ("\u05d7\u05ea\u05d5\u05dc \u0642\u0637", "\u05d7\u05ea\u05d5\u05dc \u0642\u0637"),
+        ("\U0001f469\u200d\U0001f680 \ud83d!", "\U0001f469\u200d\U0001f680 !"),
+        ("a\x00b\r\nc", "a b c"),
+    ],
+)
+def test_a_prompt_in_any_script_is_a_caption_and_is_whole_in_the_metadata(
+    tmp_path: Path, prompt: str, kept: str
+) -> None:
+    RunFolder(tmp_path).write_frames(moving_square(2, 16, 16), 8, ("frames",), 0, (prompt, "seed 0"))
+    with Image.open(tmp_path / "frames.png") as image:
+        assert image.info["Description"] == f"{kept}\nseed 0"
+
+
+def test_letters_beyond_ascii_are_drawn_as_themselves() -> None:
+    boxes = contact_sheet(moving_square(1, 16, 16), 8, ("\uffff" * 4,))
+    for text in ("\u00e9\u00fc\u00df\u00e7", "\u043a\u043e\u0448\u043a", "\u03b3\u03ac\u03c4\u03b1"):
+        assert contact_sheet(moving_square(1, 16, 16), 8, (text,)).tobytes() != boxes.tobytes()
