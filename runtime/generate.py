@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from runtime.run_folder import RunFolder
 from runtime.session import Observer, Session
 from runtime.settled import asked_lines, file_mapping
 from runtime.signals import signals_held, terminated_by_signal
+from runtime.storage import Storage
 from runtime.summary import Driver, RequestRecord, Status, failure_of, summary, versions
 from runtime.video import encoder_fault
 
@@ -45,8 +44,7 @@ class _Recorder(Observer):
         node: LocalNode | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        self.folder: RunFolder | None = None
-        self.storage_fault: Fault | None = None
+        self.storage = Storage(self._write_config, progress.message)
         self.session = Session(config, observer=self, node=node)
         self._config = config
         self._command = command
@@ -63,13 +61,13 @@ class _Recorder(Observer):
 
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
-        self.folder = RunFolder.create(self._path, self._began)
+        self.storage.create(self._path, self._began)
         self.write_reports("running")
 
     def on_event(self, rank: int, event: Any) -> None:
-        self._store(lambda folder: folder.append(rank, event))
+        self.storage.store(lambda folder: folder.append(rank, event))
         if isinstance(event, Artefact) and event.name == "latents":  # at once: decoding may fail
-            self._store(lambda folder: folder.write_latents(event.array))
+            self.storage.store(lambda folder: folder.write_latents(event.array))
         self._progress.on_event(rank, event)
         if isinstance(event, RequestRan):
             self._ran[rank] = event
@@ -87,16 +85,16 @@ class _Recorder(Observer):
                 self._write_frames(index, generation.frames, generation.request)
 
     def _write_first_frame(self, index: int, content: bytes) -> None:
-        self._store(lambda folder: folder.write_first_frame(content, index))
+        self.storage.store(lambda folder: folder.write_first_frame(content, index))
 
     def _write_frames(self, index: int, frames: Any, request: Request) -> None:
         caption, outputs = caption_of(request, self._config.model.path), self._config.run.outputs
         try:
-            self._store(lambda folder: folder.write_frames(frames, request.fps, outputs, index, caption))
+            self.storage.store(lambda folder: folder.write_frames(frames, request.fps, outputs, index, caption))
         except StorageError:
             raise
         except FaultError:
-            self._store(lambda folder: folder.write_raw_frames(frames, index))
+            self.storage.store(lambda folder: folder.write_raw_frames(frames, index))
             self._progress.message("no video could be encoded; the frames are in frames.npy")
             raise
 
@@ -105,48 +103,9 @@ class _Recorder(Observer):
         asked, registered = asked_lines(to_mapping(self._config), written), self.session.registrations
         folder.write_config(written, registered=registered, started=self._command, asked=asked)
 
-    def _store(self, write: Callable[[RunFolder], object]) -> None:
-        """Write to the run folder; if that fails, go on in another one, so that a long run is not lost.
-
-        Raises:
-            StorageError: the other folder cannot be written to either.
-        """
-        if self.folder is None:
-            return
-        try:
-            write(self.folder)
-        except OSError as error:
-            if self.storage_fault is not None:
-                raise StorageError([self.storage_fault]) from error
-            self._move(error)
-            self._store(write)
-
-    def _move(self, error: OSError) -> None:
-        """Replace a run folder that cannot be written to any more."""
-        if self.folder is None:
-            raise RuntimeError("there is no run folder to replace")
-        lost, reason = self.folder, error.strerror or str(error)
-        rule, remedy = (
-            f"it could not be written to during the run ({reason})",
-            "free disk space, or name another folder",
-        )
-        self.storage_fault = Fault("run.dir", str(lost.path), rule, remedy)
-        try:
-            path = Path(tempfile.mkdtemp(prefix=f"raylysses-{lost.path.name}-"))
-        except OSError as second:
-            raise StorageError([self.storage_fault]) from second
-        with contextlib.suppress(OSError):  # a file that could not be flushed fails again
-            lost.close()
-        self.folder = RunFolder(path)
-        self.storage_fault = Fault(
-            "run.dir", str(lost.path), f"{rule}; what the run made since then is in {path}", remedy
-        )
-        self._progress.message(str(self.storage_fault))
-        self._store(self._write_config)
-
     def write_reports(self, status: Status, error: BaseException | None = None) -> None:
         """Write config.yaml, summary.json and selection.json as they stand; nothing before there is a folder."""
-        if self.folder is None:
+        if self.storage.folder is None:
             return
         steps = {rank: tuple(events) for rank, events in self._steps.items()}
         asked, session = self._request, self.session
@@ -165,23 +124,25 @@ class _Recorder(Observer):
             versions=versions(),
             error=None if error is None else failure_of(error),
         )
-        self._store(self._write_config)
-        self._store(lambda folder: folder.write_summary(content))
-        self._store(lambda folder: folder.write_selection(session.report))
-        self._store(lambda folder: folder.write_ray_log(session.ray_messages))
+        self.storage.store(self._write_config)
+        self.storage.store(lambda folder: folder.write_summary(content))
+        self.storage.store(lambda folder: folder.write_selection(session.report))
+        self.storage.store(lambda folder: folder.write_ray_log(session.ray_messages))
         if isinstance(error, StallError):
             for rank, stack in error.stacks.items():
-                self._store(lambda folder, rank=rank, stack=stack: folder.write_traceback(rank, stack))  # type: ignore[misc]
-                error.add_note(f"the stack of rank {rank} is in {self.folder.path}/ranks/rank{rank}.traceback.txt")
+                self.storage.store(lambda folder, rank=rank, stack=stack: folder.write_traceback(rank, stack))  # type: ignore[misc]
+                error.add_note(
+                    f"the stack of rank {rank} is in {self.storage.folder.path}/ranks/rank{rank}.traceback.txt"
+                )
         if isinstance(error, RankError):
             for trouble in (error.trouble, *error.consequences):
                 if trouble.traceback:
                     rank, text = trouble.place.rank, trouble.traceback
-                    self._store(lambda folder, rank=rank, text=text: folder.write_traceback(rank, text))  # type: ignore[misc]
+                    self.storage.store(lambda folder, rank=rank, text=text: folder.write_traceback(rank, text))  # type: ignore[misc]
             if error.trouble.traceback:
                 name = f"rank{error.trouble.place.rank}.traceback.txt"
                 what = "traceback" if error.trouble.kind == "raised" else "full report"
-                error.add_note(f"its {what} is in {self.folder.path / 'ranks' / name}")
+                error.add_note(f"its {what} is in {self.storage.folder.path / 'ranks' / name}")
 
     @property
     def elapsed_s(self) -> float:
@@ -215,8 +176,7 @@ def generate(config: RunConfig, command: Sequence[str] = ()) -> Path:
             finally:
                 recorder.write_outputs(session.finished)
             recorder.write_reports("done")
-            if recorder.storage_fault is not None:
-                raise StorageError([recorder.storage_fault])
+            recorder.storage.raise_if_replaced()
         except BaseException as error:
             with signals_held():
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
@@ -224,18 +184,16 @@ def generate(config: RunConfig, command: Sequence[str] = ()) -> Path:
                     recorder.write_reports("interrupted" if stopped else "failed", error)
                 except StorageError as second:  # the first error is the one to report
                     progress.message(str(second))
-            if recorder.folder is not None:
-                progress.message(f"what the run recorded until then is in {recorder.folder.path}")
+            if recorder.storage.folder is not None:
+                progress.message(f"what the run recorded until then is in {recorder.storage.folder.path}")
             raise
         finally:
-            if recorder.folder is not None:
-                with contextlib.suppress(OSError):  # every line was flushed when it was written
-                    recorder.folder.close()
+            recorder.storage.close()
         progress.message(f"done in {recorder.elapsed_s:.0f} s")
     print_selection(session.report, sys.stdout)
-    if recorder.folder is None:
+    if recorder.storage.folder is None:
         raise RuntimeError("a session that has generated had no places")
-    return recorder.folder.path
+    return recorder.storage.folder.path
 
 
 def _checked_request(config: RunConfig, path: Path | None, node: LocalNode) -> Request:

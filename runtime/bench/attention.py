@@ -22,7 +22,7 @@ from runtime.bench.record import Facts, record
 from runtime.bench.results import Checked, Refused, Results, RoundDone, wrong
 from runtime.bench.spec import BenchSpec
 from runtime.bench.table import lines_of
-from runtime.errors import RankPlace, TerminatedError, WrongResultError
+from runtime.errors import RankPlace, StorageError, TerminatedError, WrongResultError
 from runtime.live import LiveRanks
 from runtime.preflight import Ground, refuse_shadows, survey_ranks
 from runtime.progress import Progress, make_progress
@@ -30,6 +30,7 @@ from runtime.run_folder import RunFolder
 from runtime.settled import asked_lines, file_mapping, settle_ranks
 from runtime.signals import signals_held, terminated_by_signal
 from runtime.step_meter import DONE, duration
+from runtime.storage import Storage
 from runtime.summary import Status, failure_of
 
 WORKER = "runtime.bench.worker.BenchRank"
@@ -74,7 +75,7 @@ class _Recorder:
         self._config, self._asked, self._path, self._progress = config, asked, path, progress
         self._registry, self._command = registry, command
         self._settled = config
-        self.folder: RunFolder | None = None
+        self.storage = Storage(self._write_config, progress.message)
         self.results: Results | None = None
         self._facts: Facts | None = None
         self._finished: dict[int, int] = {}
@@ -85,8 +86,7 @@ class _Recorder:
 
     def on_placed(self, places: Sequence[RankPlace]) -> None:
         self._progress.expect(len(places))
-        self.folder = RunFolder.create(self._path, datetime.now())
-        self._write_config(self.folder)
+        self.storage.create(self._path, datetime.now())
 
     def _write_config(self, folder: RunFolder) -> None:
         """config.yaml as it stands: without `--backends`, the choice is settled once every cell has the same backend.
@@ -116,8 +116,7 @@ class _Recorder:
             self.results.add(event)
         elif isinstance(event, Phase | Step):
             self._progress.on_event(rank, event)
-            if self.folder is not None:
-                self.folder.append(rank, event)
+            self.storage.store(lambda folder: folder.append(rank, event))
             if isinstance(event, Phase) and event.name == DONE and event.request is not None:
                 self._on_shape_done(event.request)
 
@@ -134,11 +133,12 @@ class _Recorder:
 
     def write(self, status: Status, error: BaseException | None = None) -> None:
         """Write config.yaml and bench.json as they stand; nothing before the ranks have their places."""
-        if self.folder is None or self.results is None or self._facts is None:
+        if self.results is None or self._facts is None:
             return
-        self._write_config(self.folder)
+        self.storage.store(self._write_config)
         failure = None if error is None else failure_of(error)
-        self.folder.write_bench(record(status, self._facts, self.results.rows(), failure))
+        content = record(status, self._facts, self.results.rows(), failure)
+        self.storage.store(lambda folder: folder.write_bench(content))
 
     def show(self) -> None:
         """The table, once there is something in it."""
@@ -163,6 +163,7 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
         FaultError: Before any rank starts, for what cannot be served.
         PlacementError: Before any rank starts, for resources that are not available.
         WrongResultError: After the whole grid, if a result was wrong.
+        StorageError: The run folder could not be written to; what was measured since then is in a temporary folder.
         RankError: A rank failed.
         StallError: Ranks hang.
     """
@@ -187,15 +188,17 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
             live.close(error)
             with signals_held():
                 stopped = isinstance(error, KeyboardInterrupt | TerminatedError)
-                recorder.write("interrupted" if stopped else "failed", error)
+                try:
+                    recorder.write("interrupted" if stopped else "failed", error)
+                except StorageError as second:  # the first error is the one to report
+                    progress.message(str(second))
                 recorder.show()
-                if recorder.folder is not None:
-                    progress.message(f"what the bench recorded until then is in {recorder.folder.path}")
+                if recorder.storage.folder is not None:
+                    progress.message(f"what the bench recorded until then is in {recorder.storage.folder.path}")
             raise
         finally:
             live.close()
-            if recorder.folder is not None:
-                recorder.folder.close()
+            recorder.storage.close()
     return _concluded(recorder, results)
 
 
@@ -218,16 +221,17 @@ def _concluded(recorder: _Recorder, results: Results) -> Path:
     """Writes what there is to see, and raises for what is wrong."""
     from runtime.bench.plot import plot
 
-    if recorder.folder is None:
-        raise RuntimeError("a bench that has run had no places")
     rows = results.rows()
     bad = wrong(rows)
     error = WrongResultError(tuple(f"{row.case}: {row.why}" for row in bad)) if bad else None
-    recorder.write("failed" if bad else "done", error)
     recorder.show()
-    plot(rows, recorder.folder.path / "bench.png")
+    recorder.write("failed" if bad else "done", error)
+    recorder.storage.store(lambda folder: plot(rows, folder.path / "bench.png"))
     if error is not None:
         raise error
     if not any(row.outcome == "timed" and not row.case.is_baseline for row in rows):
         raise FaultError([replace(NOTHING, rule=f"{NOTHING.rule}; the table says why")])
-    return recorder.folder.path
+    recorder.storage.raise_if_replaced()
+    if recorder.storage.folder is None:
+        raise RuntimeError("a bench that has run had no places")
+    return recorder.storage.folder.path

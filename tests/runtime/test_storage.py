@@ -7,7 +7,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,11 @@ from safetensors.numpy import load_file
 from backends.platforms.facts import LocalNode
 from configs.compose import compose
 from configs.faults import Fault, FaultError
-from parallel.events import Artefact, Phase
+from parallel.events import Artefact, Event, Phase
+from runtime.bench.attention import Experiment, bench_attention
+from runtime.bench.grid import parse_plans, parse_shapes
+from runtime.bench.plot import plot
+from runtime.bench.results import Row
 from runtime.errors import StorageError
 from runtime.generate import _Recorder
 from runtime.progress import PlainProgress
@@ -37,7 +41,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Recorder:
     config, faults = compose(["generate.prompt=x", "parallel.world_size=1", "run.device=cpu"], environ={})
     assert config is not None, faults
     made = _Recorder(config, None, PlainProgress(1, io.StringIO()), request_of(config), LocalNode())
-    made.folder = RunFolder.create(tmp_path / "run", datetime.now())
+    made.storage.folder = RunFolder.create(tmp_path / "run", datetime.now())
     return made
 
 
@@ -61,7 +65,7 @@ def _fill(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_is_full_or_gone_is_replaced(
     spoil: Spoil, recorder: _Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = recorder.folder
+    first = recorder.storage.folder
     assert first is not None
     spoil(first, monkeypatch)
 
@@ -70,17 +74,17 @@ def test_a_folder_that_is_full_or_gone_is_replaced(
     recorder.write_outputs([Generation(recorder._request, FRAMES)])
     recorder.write_reports("failed")
 
-    assert recorder.folder is not None
-    assert recorder.folder.path != first.path
-    fault = recorder.storage_fault
+    assert recorder.storage.folder is not None
+    assert recorder.storage.folder.path != first.path
+    fault = recorder.storage.fault
     assert fault is not None
     assert fault.key == "run.dir"
-    assert str(recorder.folder.path) in fault.rule
+    assert str(recorder.storage.folder.path) in fault.rule
     assert StorageError([fault]).exit_code == 3
-    np.testing.assert_array_equal(load_file(recorder.folder.path / "latents.safetensors")["latents"], LATENTS)
-    assert (recorder.folder.path / "frames.png").is_file()
-    assert json.loads((recorder.folder.path / "summary.json").read_text())["status"] == "failed"
-    recorder.folder.close()
+    np.testing.assert_array_equal(load_file(recorder.storage.folder.path / "latents.safetensors")["latents"], LATENTS)
+    assert (recorder.storage.folder.path / "frames.png").is_file()
+    assert json.loads((recorder.storage.folder.path / "summary.json").read_text())["status"] == "failed"
+    recorder.storage.folder.close()
 
 
 def test_frames_that_cannot_be_encoded_are_kept(recorder: _Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +96,56 @@ def test_frames_that_cannot_be_encoded_are_kept(recorder: _Recorder, monkeypatch
     with pytest.raises(FaultError, match="the encoder fails"):
         recorder.write_outputs([Generation(recorder._request, FRAMES)])
 
-    assert recorder.folder is not None
-    np.testing.assert_array_equal(np.load(recorder.folder.path / "frames.npy"), FRAMES)
+    assert recorder.storage.folder is not None
+    np.testing.assert_array_equal(np.load(recorder.storage.folder.path / "frames.npy"), FRAMES)
+
+
+def _bench_folder_vanishes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = RunFolder.append
+    vanished: list[Path] = []
+
+    def append_later(self: RunFolder, rank: int, event: Event) -> None:
+        if not vanished:
+            vanished.append(self.path)
+            shutil.rmtree(path)
+        append(self, rank, event)
+
+    monkeypatch.setattr(RunFolder, "append", append_later)
+
+
+def _bench_disk_is_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(rows: Sequence[Row], file: Path) -> None:
+        if file.is_relative_to(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plot(rows, file)
+
+    monkeypatch.setattr("runtime.bench.plot.plot", draw)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("spoil", [_bench_folder_vanishes, _bench_disk_is_full])
+def test_a_bench_whose_folder_is_full_or_gone_keeps_its_figures_elsewhere(
+    spoil: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    path = tmp_path / "run"
+    words = ["generate.prompt='-'", "parallel.world_size=1", "run.device=cpu", f"run.dir={path}"]
+    config, faults = compose(words, environ={})
+    assert config is not None, faults
+    spoil(path, monkeypatch)
+
+    with pytest.raises(StorageError, match="could not be written to during the run") as raised:
+        bench_attention(config, Experiment(parse_shapes("1x6x6x16"), parse_plans("auto"), "REFERENCE", 1, False))
+
+    assert raised.value.exit_code == 3
+    (folder,) = elsewhere.glob("raylysses-run-*")
+    assert str(folder) in str(raised.value)
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "config.yaml").is_file()
+    kept = folder if spoil is _bench_folder_vanishes else path  # whatever was written before the disk was full
+    content = json.loads((kept / "bench.json").read_text())
+    assert content["status"] == "done"
+    assert {row["outcome"] for row in content["rows"]} == {"timed"}
