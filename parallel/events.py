@@ -33,7 +33,7 @@ class AttentionRan:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase that a rank has entered: load, agree, encode, denoise, decode, done."""
+    """A phase that a rank has entered: resolve, join, load, encode, denoise, decode; check, time, done of a bench."""
 
     name: str
     request: int | None = None

@@ -89,6 +89,7 @@ class _Recorder(Observer):
 
     def _write_frames(self, index: int, frames: Any, request: Request) -> None:
         caption, outputs = caption_of(request, self._config.model.path), self._config.run.outputs
+        self._progress.begin("video" if "video" in outputs else "sheet")
         try:
             self.storage.store(lambda folder: folder.write_frames(frames, request.fps, outputs, index, caption))
         except StorageError:

@@ -20,25 +20,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STEP_LINES_EVERY_S = 5.0
-_PHASES = {
+PHASES = {
+    "resolve": "choose the attention backends",
     "join": "join the group",
     "load": "load the model",
-    "agree": "agree on the attention backends",
     "encode": "encode the prompt",
     "denoise": "denoise",
     "decode": "decode the frames",
+    "sheet": "write the contact sheet",
+    "video": "encode the video",
     "check": "compare the results with fp64",
     "time": "time the calls",
 }
 
 
 class Progress(ABC):
-    """Shows a run's events. world_size: how many ranks report; requests: how many are made (numbered if several).
-    noun: what a request is called.
+    """Shows a run's events.
+
+    Args:
+        world_size: How many ranks report.
+        requests: How many requests the run has; several are numbered.
+        noun: What a request is called.
+        unit: What a step is called.
     """
 
-    def __init__(self, world_size: int, *, requests: int = 1, noun: str = "request") -> None:
-        self._meter = StepMeter(world_size)
+    def __init__(self, world_size: int, *, requests: int = 1, noun: str = "request", unit: str = "step") -> None:
+        self._meter = StepMeter(world_size, unit)
         self._requests, self._noun = requests, noun
 
     def __enter__(self) -> Progress:
@@ -57,9 +64,16 @@ class Progress(ABC):
         """Takes any event of a rank; phases and steps are shown."""
         for news in self._meter.on_event(rank, event):
             if isinstance(news, PhaseBegan):
-                self._show_phase(news, self._request_label(news.request) + _PHASES.get(news.name, news.name))
+                self._begin(news)
             else:
                 self._show_steps(news)
+
+    def begin(self, phase: str) -> None:
+        """Shows a phase of the driver itself, such as `video`."""
+        self._begin(PhaseBegan(phase, None))
+
+    def _begin(self, phase: PhaseBegan) -> None:
+        self._show_phase(phase, self._request_label(phase.request) + PHASES.get(phase.name, phase.name))
 
     def _request_label(self, request: int | None) -> str:
         return "" if request is None or self._requests == 1 else f"{self._noun} {request + 1}/{self._requests}: "
@@ -89,9 +103,10 @@ class PlainProgress(Progress):
         *,
         requests: int = 1,
         noun: str = "request",
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(world_size, requests=requests, noun=noun)
+        super().__init__(world_size, requests=requests, noun=noun, unit=unit)
         self._stream = stream
         self._clock = clock
         self._last_line: dict[int, float] = {}
@@ -124,25 +139,29 @@ class RichProgress(Progress):
         *,
         requests: int = 1,
         noun: str = "request",
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
         redirect_stderr: bool = False,
     ) -> None:
         from rich import progress
+        from rich.table import Column
 
-        super().__init__(world_size, requests=requests, noun=noun)
+        super().__init__(world_size, requests=requests, noun=noun, unit=unit)
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
             progress.TextColumn("{task.fields[detail]}", markup=False),
-            progress.TimeElapsedColumn(),
+            # In a narrow terminal the bar shrinks, not the time.
+            progress.TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
             console=console,
             get_time=clock,
             # Standard output may be a file or a pipe whose reader wants exactly what was printed there.
             redirect_stdout=False,
             redirect_stderr=redirect_stderr,
         )
-        self._task = self._bar.add_task("start", total=None, detail="")
+        self._bar.add_task("start", total=None, detail="")
+        (self._task,) = self._bar.tasks
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -152,7 +171,7 @@ class RichProgress(Progress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:  # a bar that stays behind says how it ended
-            self._bar.update(self._task, description=DONE, detail="", total=1, completed=1)
+            self._show_phase(PhaseBegan(DONE, None), DONE)
         self.close()
 
     def message(self, text: str) -> None:
@@ -162,14 +181,16 @@ class RichProgress(Progress):
         self._bar.stop()
 
     def _show_phase(self, phase: PhaseBegan, text: str) -> None:
-        # Without a total the bar pulses: how long a load or a decode takes is not known.
-        if phase.name == DONE:
-            self._bar.update(self._task, description=text, detail="", total=1, completed=1, refresh=True)
-        else:
-            self._bar.update(self._task, description=text, detail="", total=None, completed=0, refresh=True)
+        self._draw(text, "", *((1, 1) if phase.name == DONE else (0, None)))
 
     def _show_steps(self, steps: StepsDone) -> None:
-        self._bar.update(self._task, detail=steps.text, total=steps.steps, completed=steps.step, refresh=True)
+        self._draw(self._task.description, steps.text, steps.step, steps.steps)
+
+    def _draw(self, description: str, detail: str, completed: int, total: int | None) -> None:
+        """Draws the bar; without a total it pulses, since the time that a load or a decode takes is unknown."""
+        # Rich's update() and reset() read total=None as "unchanged", and a task whose steps are complete stays frozen.
+        self._task.total, self._task.completed, self._task.finished_time = total, completed, None
+        self._bar.update(self._task.id, description=description, detail=detail, completed=completed, refresh=True)
 
 
 def make_progress(
@@ -178,6 +199,7 @@ def make_progress(
     *,
     requests: int = 1,
     noun: str = "request",
+    unit: str = "step",
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """A bar if the stream (standard error by default) is a terminal, plain lines otherwise."""
@@ -185,8 +207,10 @@ def make_progress(
     if _is_terminal(stream):
         on_stderr = stream is sys.stderr  # then what others print there goes above the bar, not through it
         console = _console(stream)
-        return RichProgress(world_size, console, requests=requests, noun=noun, clock=clock, redirect_stderr=on_stderr)
-    return PlainProgress(world_size, stream, requests=requests, noun=noun, clock=clock)
+        return RichProgress(
+            world_size, console, requests=requests, noun=noun, unit=unit, clock=clock, redirect_stderr=on_stderr
+        )
+    return PlainProgress(world_size, stream, requests=requests, noun=noun, unit=unit, clock=clock)
 
 
 def print_selection(report: SelectionReport, stream: TextIO) -> None:

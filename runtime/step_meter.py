@@ -15,7 +15,11 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class PhaseBegan:
-    """The first rank entered a phase; `done`: the last rank did."""
+    """A phase that the ranks have entered.
+
+    The first rank that enters a phase counts, because only one rank decodes. The last rank counts for `done`, and for
+    the request: no phase of a later request is reported while a rank still works on an earlier one.
+    """
 
     name: str
     request: int | None
@@ -23,63 +27,95 @@ class PhaseBegan:
 
 @dataclass(frozen=True)
 class StepsDone:
-    """All ranks have finished `step` of `steps`. step_s: the usual seconds of a step; left_s: of the steps to come."""
+    """All ranks have finished a step.
+
+    Attributes:
+        request: The request's number, from 0.
+        step: The step's number, from 1.
+        steps: How many steps the request has.
+        step_s: Median seconds of a step.
+        left_s: Estimated seconds of the remaining steps.
+        unit: What a step is called.
+    """
 
     request: int
     step: int
     steps: int
     step_s: float
     left_s: float
+    unit: str = "step"
 
     @property
     def text(self) -> str:
         """`step 3/8, 0.42 s/step, about 2 s left`."""
         left = "" if self.step >= self.steps else f", about {duration(self.left_s)} left"
-        return f"step {self.step}/{self.steps}, {self.step_s:.2f} s/step{left}"
+        return f"{self.unit} {self.step}/{self.steps}, {self.step_s:.2f} s/{self.unit}{left}"
 
 
 class StepMeter:
-    """Follows `world_size` ranks; a step counts when the slowest of them has reported it."""
+    """Follows the ranks of a run; a step counts when the slowest rank has reported it.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: How many ranks report.
+        unit: What a step is called.
+    """
+
+    def __init__(self, world_size: int, unit: str = "step") -> None:
         self._world_size = world_size
+        self._unit = unit
+        self._request: int | None = None
+        self._current: dict[int, int] = {}
         self._entered: dict[tuple[str, int | None], set[int]] = {}
         self._reached: dict[int, dict[int, int]] = {}
         self._seconds: dict[int, dict[int, float]] = {}
         self._told: dict[int, int] = {}
-        self._held: list[PhaseBegan] = []
+        self._waiting: list[PhaseBegan] = []
 
     def expect(self, world_size: int) -> None:
         """Follows so many ranks from now on; to be said before they report."""
         self._world_size = world_size
 
     def on_event(self, rank: int, event: Event) -> tuple[PhaseBegan | StepsDone, ...]:
-        """What there is to tell after this event of this rank, in order."""
+        """Returns what is new after an event of a rank, in order."""
         if isinstance(event, Phase):
+            if event.request is not None:
+                self._current[rank] = event.request
             phase = self._on_phase(rank, event)
-            if phase is None:
-                return ()
-            if self._steps_open(phase.request):
-                self._held.append(phase)  # the rank that decodes is done denoising, and the others are not
-                return ()
-            return (phase,)
+            if phase is not None:
+                self._waiting.append(phase)
+            return self._due_phases()
         if isinstance(event, Step):
             steps = self._on_step(rank, event)
-            if steps is None:
-                return ()
-            held, self._held = ((), self._held) if steps.step < steps.steps else (tuple(self._held), [])
-            return (steps, *held)
+            return self._due_phases() if steps is None else (steps, *self._due_phases())
         return ()
 
-    def _steps_open(self, request: int | None) -> bool:
-        """Whether ranks have reported steps of a request that others have still to report."""
-        if request is None or request not in self._reached:
+    def _due_phases(self) -> tuple[PhaseBegan, ...]:
+        """Removes and returns the waiting phases that can be reported, those of earlier requests first."""
+        due = []
+        for phase in sorted(self._waiting, key=lambda phase: -1 if phase.request is None else phase.request):
+            if self._ready(phase.request):
+                self._waiting.remove(phase)
+                self._request = self._request if phase.request is None else phase.request
+                due.append(phase)
+        return tuple(due)
+
+    def _ready(self, request: int | None) -> bool:
+        """Whether a phase of a request can be reported.
+
+        It waits for the steps that faster ranks have already finished: one rank begins to decode while others denoise.
+        It also waits for the ranks that still work on an earlier request.
+        """
+        if request is None:
+            return True
+        if self._told.get(request, 0) < max(self._reached.get(request, {}).values(), default=0):
             return False
-        return self._told.get(request, 0) < max(self._reached[request].values())
+        is_later = self._request is not None and request > self._request
+        arrived = sum(current >= request for current in self._current.values())
+        return not is_later or arrived >= self._world_size
 
     def _on_phase(self, rank: int, event: Phase) -> PhaseBegan | None:
         ranks = self._entered.setdefault((event.name, event.request), set())
-        # Only one rank decodes, and the others are done before it: the first counts, except for the end.
+        # Only one rank decodes, and the others end before it.
         awaited = self._world_size if event.name == DONE else 1
         news = rank not in ranks and len(ranks) + 1 == awaited
         ranks.add(rank)
@@ -99,7 +135,7 @@ class StepMeter:
         # The first step of a run also compiles and warms up; it says nothing about the next ones.
         usual = [taken for number, taken in finished.items() if number > min(finished)] or list(finished.values())
         step_s = statistics.median(usual)
-        return StepsDone(request, step, event.steps, step_s, step_s * (event.steps - step))
+        return StepsDone(request, step, event.steps, step_s, step_s * (event.steps - step), self._unit)
 
 
 def duration(seconds: float) -> str:

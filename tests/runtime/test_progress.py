@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,10 @@ from rich.console import Console
 
 from configs.faults import Fault
 from parallel.events import Event, Phase, Step
-from runtime.progress import PlainProgress, RichProgress, make_progress, print_faults, print_selection
+from runtime.progress import PHASES, PlainProgress, RichProgress, make_progress, print_faults, print_selection
 from runtime.report import from_selections, merge
-from runtime.step_meter import duration
-from tests.runtime.report_values import CROSS, FLASH, MISSING, SELF, ran
+from runtime.step_meter import DONE, duration
+from tests.runtime.report_values import CROSS, FLASH, MISSING, ROOT, SELF, ran
 
 
 class Terminal(io.StringIO):
@@ -100,6 +101,32 @@ def test_the_number_of_ranks_may_be_known_later() -> None:
     assert stream.getvalue() == "step 1/1, 0.50 s/step\n"
 
 
+def test_a_later_request_begins_when_the_last_rank_enters_it() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(2, stream, requests=2, noun="shape", unit="round")
+    both(progress, Phase("check", 0))
+    both(progress, Phase("time", 0))
+    both(progress, Step(0, 1, 1, 0.5))
+    progress.on_event(0, Phase("done", 0))
+    progress.on_event(0, Phase("check", 1))
+    progress.on_event(0, Phase("time", 1))
+    assert stream.getvalue().splitlines()[-1] == "shape 1/2: round 1/1, 0.50 s/round"
+    progress.on_event(1, Phase("done", 0))
+    assert stream.getvalue().splitlines()[-1] == "shape 1/2: done"
+    progress.on_event(1, Phase("check", 1))
+    assert stream.getvalue().splitlines()[-2:] == [
+        "shape 2/2: compare the results with fp64",
+        "shape 2/2: time the calls",
+    ]
+
+
+def test_every_phase_has_words() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "runtime").rglob("*.py")]
+    calls = re.findall(r"(?:\bPhase|\.enter|\.begin|\.on_phase)\(([^()\n]*)", "\n".join(sources))
+    names = {name for call in calls for name in re.findall(r'"(\w+)"', call)}
+    assert names == {*PHASES, DONE}
+
+
 def test_other_events_are_not_shown() -> None:
     progress, stream, _ = plain()
     progress.on_event(0, ran())
@@ -121,6 +148,59 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "step 3/8, 0.42 s/step, about 2 s left" in shown
     assert "denoise" in shown
     progress.close()
+
+
+def bar_after(*events: Event) -> tuple[str, str]:
+    """The bar's last two drawings, one a second after the other, when both ranks have reported the events."""
+    stream, clock = io.StringIO(), Clock()
+    console = Console(force_terminal=True, color_system=None, file=stream, width=80)
+    progress = RichProgress(2, console, requests=2, noun="shape", unit="round", clock=clock)
+    progress._bar.live.auto_refresh = False
+    with progress:
+        for event in events:
+            clock.now += 1
+            both(progress, event)
+        drawings = []
+        for _ in range(2):
+            clock.now += 1
+            stream.truncate(stream.seek(0))
+            progress._bar.refresh()
+            drawings.append(stream.getvalue())
+    return drawings[0], drawings[1]
+
+
+ROUNDS = (Step(0, 1, 2, 1.0), Step(0, 2, 2, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ((Phase("denoise", 0), *ROUNDS, Phase("decode", 0)), "shape 1/2: decode the frames"),
+        ((Phase("time", 0), *ROUNDS, Phase("done", 0), Phase("check", 1)), "shape 2/2: compare the results with fp64"),
+        ((Phase("time", 0), Step(0, 1, 1, 1.0), Phase("done", 0), Phase("time", 1), Step(1, 1, 3, 1.0)), "round 1/3"),
+    ],
+    ids=["decode after steps", "check after a shape", "steps after a shape"],
+)
+def test_the_bar_moves_in_a_phase_that_follows_finished_steps(events: tuple[Event, ...], text: str) -> None:
+    first, second = bar_after(*events)
+    assert text in first
+    seconds = len(events)
+    assert f"0:00:{seconds + 1:02d}" in first
+    assert f"0:00:{seconds + 2:02d}" in second
+    assert first.replace(f":{seconds + 1:02d}", f":{seconds + 2:02d}") != second  # the spinner turns
+
+
+def test_the_bar_pulses_until_a_phase_has_steps() -> None:
+    console = Console(force_terminal=True, file=io.StringIO(), width=100)
+    with RichProgress(1, console) as progress:
+        assert isinstance(progress, RichProgress)
+        for event, total in ((Phase("denoise", 0), None), (Step(0, 2, 2, 1.0), 2), (Phase("decode", 0), None)):
+            progress.on_event(0, event)
+            assert progress._task.total == total
+            assert progress._task.finished == (total is not None)
+        progress.begin("video")
+        assert (progress._task.description, progress._task.total) == ("encode the video", None)
+    assert progress._task.finished
 
 
 def test_the_stream_decides_between_a_bar_and_lines(
