@@ -77,7 +77,7 @@ class _Recorder:
         self._settled = config
         self.storage = Storage(self._write_config, progress.message)
         self.results: Results | None = None
-        self._facts: Facts | None = None
+        self.facts: Facts | None = None
         self._finished: dict[int, int] = {}
         self._began = time.monotonic()
 
@@ -107,7 +107,7 @@ class _Recorder:
     def begin(self, results: Results, ground: Ground, places: Sequence[RankPlace]) -> None:
         config, asked = self._config, self._asked
         self.results = results
-        self._facts = Facts(ground.device, ground.dtype, tuple(places), asked.rounds, asked.causal, config.run.seed)
+        self.facts = Facts(ground.device, ground.dtype, tuple(places), asked.rounds, asked.causal, config.run.seed)
         self._began = time.monotonic()
         self.write("running")
 
@@ -123,7 +123,7 @@ class _Recorder:
     def _on_shape_done(self, index: int) -> None:
         """When the last rank is done with a shape: what is known of it, and how long the others may take."""
         self._finished[index] = self._finished.get(index, 0) + 1
-        if self._facts is None or self._finished[index] < len(self._facts.places):
+        if self.facts is None or self._finished[index] < len(self.facts.places):
             return
         self.write("running")
         shapes, spent = self._asked.shapes, time.monotonic() - self._began
@@ -133,11 +133,11 @@ class _Recorder:
 
     def write(self, status: Status, error: BaseException | None = None) -> None:
         """Write config.yaml and bench.json as they stand; nothing before the ranks have their places."""
-        if self.results is None or self._facts is None:
+        if self.results is None or self.facts is None:
             return
         self.storage.store(self._write_config)
         failure = None if error is None else failure_of(error)
-        content = record(status, self._facts, self.results.rows(), failure)
+        content = record(status, self.facts, self.results.rows(), failure)
         self.storage.store(lambda folder: folder.write_bench(content))
 
     def show(self) -> None:
@@ -221,12 +221,15 @@ def _concluded(recorder: _Recorder, results: Results) -> Path:
     """Writes what there is to see, and raises for what is wrong."""
     from runtime.bench.plot import plot
 
+    facts = recorder.facts
+    if facts is None:
+        raise RuntimeError("a bench that has run had no places")
     rows = results.rows()
     bad = wrong(rows)
     error = WrongResultError(tuple(f"{row.case}: {row.why}" for row in bad)) if bad else None
     recorder.show()
     recorder.write("failed" if bad else "done", error)
-    recorder.storage.store(lambda folder: plot(rows, folder.path / "bench.png"))
+    recorder.storage.store(lambda folder: plot(rows, facts, folder.path / "bench.png"))
     if error is not None:
         raise error
     if not any(row.outcome == "timed" and not row.case.is_baseline for row in rows):

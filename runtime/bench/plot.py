@@ -1,55 +1,126 @@
-"""The rows of a bench as a picture."""
+"""Draws the rows of a bench as bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from runtime.bench.record import Facts
 from runtime.bench.results import Row
 
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each shape: a bar for each cell that was timed, with its quartiles and its efficiency, and a line
-    where the baseline is. Cells without figures are left out.
+# Okabe and Ito's colours, which people with colour blindness tell apart, then some of Paul Tol's.
+COLOURS = (
+    *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#d55e00"),
+    *("#332288", "#999933", "#882255", "#999999", "#ddcc77"),
+)
+LONGEST_REASON = 120
+EFFICIENCY = "efficiency = time of the kernel alone / time of the call; at 100% the exchange costs nothing"
+BASELINE_LABEL = "kernel alone: one rank's share of the heads, no exchange"
+
+
+def plot(rows: Sequence[Row], facts: Facts, path: Path) -> None:
+    """Write `figure_of` as a picture in the format of the path's suffix."""
+    figure_of(rows, facts).savefig(path, dpi=120)
+
+
+def figure_of(rows: Sequence[Row], facts: Facts) -> Figure:
+    """Draw a panel for each shape with a row for each cell, and a line at the baseline's time.
+
+    A timed cell is a bar of its median with a whisker between its quartiles, followed by the milliseconds and the
+    efficiency. A cell without figures is a hatched box with its outcome and a short reason.
+
+    Args:
+        rows: The cells of the grid, baselines included.
+        facts: Device, dtype and ranks, for the title.
+
+    Returns:
+        The figure; it belongs to no display.
     """
     from matplotlib.figure import Figure  # without pyplot, which would look for a display
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    shapes = list(dict.fromkeys(str(row.case.shape) for row in rows if not row.case.is_baseline))
-    panels = [[row for row in rows if str(row.case.shape) == shape and _is_bar(row)] for shape in shapes]
-    heights = [max(len(panel), 1) for panel in panels]
-    figure = Figure(figsize=(9, 1.2 * len(panels) + 0.36 * sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[height + 1.2 for height in heights])[:, 0]
-    for axis, shape, panel in zip(axes, shapes, panels, strict=True):
-        axis.set_title(f"{shape} (B x S x H x D)", loc="left", fontsize=10)
-        axis.set_xlabel("ms", fontsize=9)
-        axis.tick_params(labelsize=8)
-        labels = [_label(row) for row in panel]
-        times = [row.milliseconds or 0.0 for row in panel]
-        spread = [
-            [time - (row.low or time) for time, row in zip(times, panel, strict=True)],
-            [(row.high or time) - time for time, row in zip(times, panel, strict=True)],
-        ]
-        places = range(len(panel))
-        axis.barh(places, times, color="#4c78a8", xerr=spread, error_kw={"elinewidth": 1, "ecolor": "#444444"})
-        axis.set_yticks(places, labels)
-        axis.invert_yaxis()
-        axis.margins(x=0.15)
-        for place, row in zip(places, panel, strict=True):
-            if row.efficiency is not None:
-                axis.text(row.high or 0.0, place, f"  {row.efficiency:.2f}", va="center", fontsize=8)
-        baseline = next((row.baseline_ms for row in panel if row.baseline_ms), None)
-        if baseline is not None:
-            axis.axvline(baseline, color="#e45756", linewidth=1.2, label="kernel alone, H/P heads")
-            axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, frameon=False)
-    figure.savefig(path, dpi=120)
+    cells = [row for row in rows if not row.case.is_baseline]
+    colours = _colours(cells)
+    panels: dict[str, list[Row]] = {}
+    for row in cells:
+        panels.setdefault(str(row.case.shape), []).append(row)
+    heights = [0.34 * len(panel) + 0.95 for panel in panels.values()]
+    figure = Figure(figsize=(10, sum(heights) + 1.5), layout="constrained")
+    figure.suptitle(_title(facts), x=0.01, ha="left", fontsize=10)
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (shape, panel) in zip(axes, panels.items(), strict=True):
+        _draw(axis, shape, panel, colours)
+    entries: list[Artist] = [Patch(facecolor=colour, label=backend) for backend, colour in colours.items()]
+    entries.append(Line2D([], [], color="#444444", linewidth=1, label="quartiles"))
+    if any(row.baseline_ms for row in cells):
+        entries.append(Line2D([], [], color="black", linewidth=1.4, linestyle="--", label=BASELINE_LABEL))
+    if any(row.milliseconds is None for row in cells):
+        entries.append(Patch(facecolor="white", edgecolor="#999999", hatch="////", label="not timed"))
+    figure.legend(handles=entries, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw(axis: Axes, shape: str, panel: Sequence[Row], colours: Mapping[str, str]) -> None:
+    """Draw the panel of one shape."""
+    kv_heads = " x KV heads" if shape.count("x") == 4 else ""
+    axis.set_title(f"{shape}  (batch x rows x heads x head size{kv_heads})", loc="left", fontsize=10)
+    axis.set_xlabel("milliseconds per call, median of the rounds (shorter is better)", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.set_yticks(range(len(panel)), [_label(row) for row in panel])
+    axis.set_ylim(len(panel) - 0.4, -0.6)
+    longest = max((row.high or 0.0 for row in panel), default=0.0) or 1.0
+    axis.set_xlim(0, longest * 1.35)  # room for the figures behind the longest bar
+    for place, row in enumerate(panel):
+        if row.milliseconds is None:
+            axis.barh(place, longest * 1.35, color="white", edgecolor="#cccccc", hatch="////", height=0.7)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+            axis.text(longest * 0.02, place, _reason(row), va="center", fontsize=7.5, color="#444444", bbox=box)
+            continue
+        low, high = row.low or row.milliseconds, row.high or row.milliseconds
+        axis.barh(place, row.milliseconds, color=colours[_backend(row)], height=0.7)
+        axis.hlines(place, low, high, color="#444444", linewidth=1)
+        axis.text(high, place, f"  {_figures(row)}", va="center", fontsize=8)
+    baseline = next((row.baseline_ms for row in panel if row.baseline_ms), None)
+    if baseline is not None:
+        axis.axvline(baseline, color="black", linewidth=1.4, linestyle="--")
+
+
+def _title(facts: Facts) -> str:
+    ranks, nodes = len(facts.places), len({place.node_id for place in facts.places})
+    device = facts.device.name or facts.device.label
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    causal = "causal attention" if facts.causal else "attention"
+    return f"raylysses bench: {causal}, {facts.dtype}, {where}, {device}, {facts.rounds} rounds\n{EFFICIENCY}"
+
+
+def _figures(row: Row) -> str:
+    time = f"{row.milliseconds:.3g} ms"
+    return time if row.efficiency is None else f"{time}, efficiency {row.efficiency:.0%}"
+
+
+def _reason(row: Row) -> str:
+    text = f"{row.outcome}: {row.why}" if row.why else row.outcome
+    return textwrap.shorten(text, LONGEST_REASON, placeholder="\u2026")
 
 
 def _label(row: Row) -> str:
-    if row.checked is None:
-        return str(row.case)
-    plan, strategy = row.case.plan, row.checked.strategy
-    return f"{plan if plan == strategy else f'{plan}: {strategy}'}, {row.checked.backend}"
+    plan, strategy = row.case.plan, None if row.checked is None else row.checked.strategy
+    return f"{plan if strategy in (None, plan) else f'{plan}: {strategy}'}, {_backend(row)}"
 
 
-def _is_bar(row: Row) -> bool:
-    return row.milliseconds is not None and not row.case.is_baseline
+def _backend(row: Row) -> str:
+    return row.case.backend if row.checked is None else row.checked.backend
+
+
+def _colours(cells: Sequence[Row]) -> dict[str, str]:
+    """A colour for each backend that was timed."""
+    backends = dict.fromkeys(_backend(row) for row in cells if row.milliseconds is not None)
+    return {backend: COLOURS[place % len(COLOURS)] for place, backend in enumerate(backends)}

@@ -12,9 +12,11 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from matplotlib.patches import Rectangle
 
 from backends.interface import AttentionBackend, AttentionMetadata, Variant
 from backends.kernels.torch_sdpa import TorchSdpaImpl
+from backends.platforms.facts import DeviceFacts
 from backends.registry import Registry
 from configs.compose import compose
 from configs.faults import FaultError
@@ -22,11 +24,13 @@ from configs.schema import AttentionConfig, ParallelConfig, RunConfig
 from parallel.events import Event, Phase
 from runtime.bench.attention import Experiment, bench_attention
 from runtime.bench.grid import Shape, cases_of, parse_backends, parse_plans, parse_shapes, unused_settings
-from runtime.bench.results import Checked, Refused, Report, Results, RoundDone
+from runtime.bench.plot import BASELINE_LABEL, figure_of
+from runtime.bench.record import Facts
+from runtime.bench.results import Checked, Refused, Report, Results, RoundDone, Row
 from runtime.bench.spec import BenchSpec
 from runtime.bench.table import lines_of
 from runtime.bench.worker import BenchRank
-from runtime.errors import RankError, WrongResultError
+from runtime.errors import RankError, RankPlace, WrongResultError
 from runtime.setup import RankSpec
 from runtime.step_meter import DONE
 from tests.runtime.command import raylysses
@@ -201,6 +205,45 @@ def test_one_wrong_rank_makes_a_cell_wrong_and_one_refusal_refused() -> None:
     (_, cell) = found.rows()
     assert (cell.outcome, cell.why) == ("refused", "too small; too old")
     assert lines_of(found.rows())[-1] == "refused: too small; too old  [1x37x5x16 ulysses B]"
+
+
+def test_the_picture_says_what_its_bars_and_numbers_are_and_has_refused_cells() -> None:
+    plans = {"ulysses": ParallelConfig(), "ring": ParallelConfig()}
+    cases = cases_of([SMALL], plans, {"A": AttentionConfig(), "B": AttentionConfig()}, 2)
+    reason = "returning the log-sum-exp is not supported, " + "and more " * 40
+    rows = []
+    for case in cases:
+        if case.plan == "ring":
+            rows.append(Row(case, "refused", reason) if case.backend == "A" else Row(case))
+            continue
+        checked = replace(CHECKED, case=case.index, backend=case.backend)
+        rows.append(Row(case, "timed", "", checked, 8.0, 7.0, 9.0, 3, 2.0, 0.25))
+    places = tuple(RankPlace(rank, "node", "host", "name", 1) for rank in range(2))
+    device = DeviceFacts("cuda", (9, 0), name="NVIDIA H200")
+
+    figure = figure_of(rows, Facts(device, "bfloat16", places, 3, True, 0))
+
+    title = figure.get_suptitle()
+    for fact in ("causal", "bfloat16", "2 ranks on 1 node", "NVIDIA H200", "3 rounds", "efficiency = "):
+        assert fact in title
+    (axis,) = figure.axes
+    assert axis.get_title(loc="left").startswith("1x37x5x16 ")
+    assert axis.get_xlabel().startswith("milliseconds per call")
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["ulysses, A", "ulysses, B", "ring, A", "ring, B"]
+    first, second, refused, pending = (text.get_text().strip() for text in axis.texts)
+    assert first == second == "8 ms, efficiency 25%"
+    assert refused.startswith("refused: returning the log-sum-exp is not supported")
+    assert len(refused) <= 120
+    assert pending == "pending"
+    bars = {patch.get_y() + patch.get_height() / 2: patch for patch in axis.patches if isinstance(patch, Rectangle)}
+    colours = [bars[place].get_facecolor() for place in (0, 1)]
+    assert colours[0] != colours[1]
+    assert [bool(bars[place].get_hatch()) for place in range(4)] == [False, False, True, True]
+    (legend,) = figure.legends
+    entries = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+    assert list(entries) == ["A", "B", "quartiles", BASELINE_LABEL, "not timed"]
+    assert [entries[backend].get_facecolor() for backend in "AB"] == colours
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
