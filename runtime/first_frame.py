@@ -42,7 +42,7 @@ def picture_faults(content: Any, value: str | None = None) -> list[Fault]:
     try:
         open_picture(content)
     except UnidentifiedImageError:
-        return [Fault(KEY, name, "it is no picture", "give a PNG or JPEG file")]
+        return [Fault(KEY, name, "it is not a picture", "give a PNG or JPEG file")]
     except (SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises for a damaged or a huge file
         return [Fault(KEY, name, f"it cannot be opened ({error})", "give a PNG or JPEG file")]
     except (OSError, ValueError) as error:

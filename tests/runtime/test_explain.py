@@ -87,7 +87,7 @@ def test_every_other_backend_is_said_to_serve_too_or_why_not() -> None:
         (("attention.default=flash_attn",), "did you mean FLASH_ATTN? Or add attention.register.flash_attn="),
         (("attention.default=MINE",), ", or add attention.register.MINE=package.module.Class"),
         (("generate.frames=6",), "generate.frames=6: a video has 4n + 1 frames; use 5 or 9"),
-        (("generate.image=/etc/hostname",), "generate.image=/etc/hostname: it is no picture"),
+        (("generate.image=/etc/hostname",), "generate.image=/etc/hostname: it is not a picture"),
         (("run.device=cuda",), "run.device=cuda: is not the platform of --device cpu; leave one of the two out"),
         (
             ("attention.default=TORCH_SDPA", "attention.per_role.self=REFERENCE", "attention.per_role.cross=REFERENCE"),

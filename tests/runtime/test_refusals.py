@@ -28,7 +28,7 @@ def refuse(*settings: str, cwd: Path = CHECKOUT, environ: Mapping[str, str] | No
         ("attention.per_role.slef=TORCH_SDPA", "did you mean self?"),
         ("attention.per_role.self=TORCH_SPDA", "did you mean TORCH_SDPA?"),
         ("model=tiny-wam", "did you mean tiny-wan?"),
-        ("attention.per_role.self=FLASH_ATTN", "musa:3.1 only, and this is cpu; use TORCH_SDPA"),
+        ("attention.per_role.self=SAGE_ATTN", "cuda:12.1 only, and this is cpu; use TORCH_SDPA"),
         ("generate.frames=16", "a video has 4n + 1 frames; use 13 or 17"),
         ("generate.height=100", "it must be a multiple of 16; use 96 or 112"),
         ("model.path=no/such/folder", "there is no such folder"),
@@ -75,7 +75,7 @@ def test_an_exchange_that_a_strategy_cannot_quantise_is_refused_before_anything_
 
 def test_faults_of_settings_image_folder_and_backends_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    settings = ("attention.per_role.self=FLASH_ATTN", "attention.per_role.cros=auto")
+    settings = ("attention.per_role.self=SAGE_ATTN", "attention.per_role.cros=auto")
     outcome = refuse(*settings, "generate.frames=3", f"generate.image={tmp_path}/cut.png", "run.device=cpu")
 
     assert outcome.code == 2

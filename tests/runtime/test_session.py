@@ -234,7 +234,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_a_rank_starts_on_it()
             ("prompt", None, r"generate\.prompt: is missing"),
             ("prompt", 5, r"generate\.prompt=5: takes text"),
             ("image", "first.png", r"generate\.image=str: takes bytes"),
-            ("image", b"first.png", r"generate\.image=9 bytes: it is no picture"),
+            ("image", b"first.png", r"generate\.image=9 bytes: it is not a picture"),
             ("image", picture(48, 80), r"takes no image; .* names WanImageToVideoPipeline"),
             ("image_fit", "pad", r"generate\.image_fit=pad: without generate\.image nothing would use it"),
             ("image_fit", "fill", r"generate\.image_fit=fill: .*crop"),
