@@ -229,29 +229,30 @@ def _sides(values: Mapping[int, Any]) -> tuple[Side, ...]:
     return tuple(Side(tuple(ranks), value) for ranks, value in by_value.values())
 
 
-TABLE_COLUMNS = ("role", "backend", "source", "strategy", "layers", "ranks", "kernel")
-
-
 def table_columns(report: SelectionReport) -> tuple[str, ...]:
-    """The headings of `table_rows`; `model` comes first if there is more than one model."""
-    return ("model", *TABLE_COLUMNS) if _several_models(report) else TABLE_COLUMNS
+    """The headings of `table_rows`: `model` only for several models, `exactness` only if an entry is lossy."""
+    model = ("model",) if _several_models(report) else ()
+    exactness = ("exactness",) if _is_lossy(report) else ()
+    return (*model, "role", "backend", "source", "strategy", *exactness, "layers", "ranks", "kernel")
 
 
 def table_rows(report: SelectionReport) -> list[tuple[str, ...]]:
     """The entries as text for printing, a cell for each of `table_columns`; `-` where nothing has run yet."""
-    rows: list[tuple[str, ...]] = []
+    headings, rows = table_columns(report), []
     for entry in report.entries:
         source = f"{entry.source}: {entry.key}" if entry.key else entry.source
-        cells = (
-            entry.role,
-            f"{entry.backend} ({', '.join((entry.variant, *_option_words(entry.options)))})",
-            f"{source} [{entry.origin}]" if entry.origin else source,
-            _strategy_text(entry),
-            str(entry.layers),
-            "-" if entry.ranks is None else compact_ranks(entry.ranks),
-            entry.kernel or "-",
-        )
-        rows.append((entry.model, *cells) if _several_models(report) else cells)
+        cells = {
+            "model": entry.model,
+            "role": entry.role,
+            "backend": f"{entry.backend} ({', '.join((entry.variant, *_option_words(entry.options)))})",
+            "source": f"{source} [{entry.origin}]" if entry.origin else source,
+            "strategy": _strategy_text(entry),
+            "exactness": entry.exactness,
+            "layers": str(entry.layers),
+            "ranks": "-" if entry.ranks is None else compact_ranks(entry.ranks),
+            "kernel": entry.kernel or "-",
+        }
+        rows.append(tuple(cells[heading] for heading in headings))
     return rows
 
 
@@ -307,6 +308,10 @@ def _value_text(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return "; ".join(f"{layer} {choice}" for layer, choice in value.items())
     return str(value)
+
+
+def _is_lossy(report: SelectionReport) -> bool:
+    return any(entry.exactness != "exact" for entry in report.entries)
 
 
 def _several_models(report: SelectionReport) -> bool:

@@ -11,8 +11,19 @@ HEADINGS = ("shape", "plan", "backend", "strategy", "ms", "quartiles", "efficien
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
-    """The table, and below it why cells have no figures; baselines stand before the cells of their shape."""
+    """Formats the results of a bench.
+
+    Args:
+        rows: The cells of the grid; the baselines precede the cells of their shape.
+
+    Returns:
+        The table, with the column `exactness` only if a cell is lossy, and below it why cells have no figures.
+    """
+    lossy = any(row.checked is not None and row.checked.exactness != "exact" for row in rows)
     table = [HEADINGS, *(_cells(row) for row in rows)]
+    if lossy:
+        exactness = ("-" if row.checked is None else row.checked.exactness for row in rows)
+        table = [(*cells, cell) for cells, cell in zip(table, ("exactness", *exactness), strict=True)]
     cells: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.why:

@@ -192,6 +192,16 @@ def test_a_lossy_kernel_is_no_baseline() -> None:
     assert [row.efficiency for row in found.rows()] == [None, None]
 
 
+def test_the_table_has_exactness_only_if_a_cell_is_lossy() -> None:
+    found = results()
+    assert "exactness" not in lines_of(found.rows())[0]
+    assert [line.split()[-1] for line in lines_of(results(exactness="lossy-quantised").rows())] == [
+        "exactness",
+        "lossy-quantised",
+        "-",
+    ]
+
+
 def test_one_wrong_rank_makes_a_cell_wrong_and_one_refusal_refused() -> None:
     found = results()
     found.add(replace(CHECKED, case=1))

@@ -130,10 +130,10 @@ def test_an_automatic_default_that_nobody_needs_is_no_fault() -> None:
 def test_options_are_shown_and_no_package_can_be_assumed() -> None:
     device = ("--device", "cuda:10.0")
     spec = "attention.default={backend: FLASHINFER_ATTN, quant: {dtype_vo: fp8_e4m3}}"
-    assert (
-        "FLASHINFER_ATTN (cute-dsl, quant.dtype_vo=fp8_e4m3)"
-        in raylysses("explain", *device, "--packages", "all", spec).out
-    )
+    shown = raylysses("explain", *device, "--packages", "all", spec).out
+    assert "FLASHINFER_ATTN (cute-dsl, quant.dtype_vo=fp8_e4m3)" in shown
+    assert "exactness" in shown
+    assert "lossy-quantised" in shown
     assert "CUDNN_ATTN" in raylysses("explain", *device, "--packages", "none").out
 
 

@@ -170,6 +170,8 @@ def test_an_exchange_in_fp8_differs_little_and_says_that_it_is_lossy(
 
     assert done.code == 0, done.err
     assert "self: lossy: Q, V and the output go between ranks as fp8" in done.out
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line.startswith(("role ", "self ", "cross "))}
+    assert ("exactness" in rows["role"], "lossy-quantised" in rows["self"], " exact " in rows["cross"]) == (True,) * 3
     alone, lossy = latents(runs[1]), latents(folder)
     assert 1e-4 < np.linalg.norm(lossy - alone) / np.linalg.norm(alone) < 0.1
     by_role = {entry["role"]: entry for entry in selection(folder)["entries"]}

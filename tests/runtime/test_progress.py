@@ -250,6 +250,16 @@ def test_a_selection_in_a_terminal_is_a_table_and_names_who_differs(monkeypatch:
         assert text in shown
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_a_lossy_role_says_so_in_the_printed_table(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    lossy = replace(CROSS, exactness="lossy-quantised")
+    print_selection(from_selections(2, [("m", SELF, "ulysses", 30), ("m", lossy, "local", 30)]), stream)
+    lines = [line for line in stream.getvalue().splitlines() if "TORCH_SDPA" in line or "exactness" in line]
+    assert ["exactness" in lines[0], " exact " in lines[1], "lossy-quantised" in lines[2]] == [True] * 3
+
+
 def test_an_empty_selection_prints_nothing() -> None:
     stream = io.StringIO()
     print_selection(merge([], 1), stream)

@@ -154,6 +154,24 @@ def test_table_rows_name_the_model_only_if_there_are_several() -> None:
     assert table_rows(two)[0][-2:] == ("-", "-")
 
 
+def test_the_table_has_exactness_only_if_a_role_is_lossy() -> None:
+    lossy = replace(CROSS, backend="SAGE_ATTN", exactness="lossy-quantised")
+    sparse = replace(SELF, backend="TRTLLM_ATTN", exactness="lossy-sparse")
+
+    def exactness(*selections: Selection) -> list[str]:
+        report = from_selections(2, [("m", selection, "local", 1) for selection in selections])
+        columns = table_columns(report)
+        return [row[columns.index("exactness")] for row in table_rows(report)] if "exactness" in columns else []
+
+    assert exactness(SELF, CROSS) == []
+    assert exactness(SELF, lossy) == ["exact", "lossy-quantised"]
+    assert exactness(sparse, lossy) == ["lossy-sparse", "lossy-quantised"]
+    # Only one rank is lossy.
+    report = merge([(0, ran(SELF)), (1, ran(replace(SELF, exactness="lossy-quantised")))], 2)
+    place = table_columns(report).index("exactness")
+    assert [row[place] for row in table_rows(report)] == ["exact", "lossy-quantised"]
+
+
 def test_notes_say_once_why_a_backend_was_passed_over() -> None:
     both: list[Row] = [
         ("transformer", SELF, "ulysses", 1),
