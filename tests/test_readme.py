@@ -6,7 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, ImageSequence
 
 from configs.compose import known_keys, presets
 from configs.schema import RunConfig
@@ -74,6 +76,16 @@ def test_every_setting_is_documented() -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (CHECKOUT / target.partition("#")[0]).exists(), target
+
+
+def test_the_first_picture_is_a_small_animation() -> None:
+    path = CHECKOUT / re.findall(r"!\[[^]]*\]\(([^)]+)\)", README)[0]
+    assert path.stat().st_size < 300_000
+    with Image.open(path) as image:
+        frames = [np.asarray(frame.convert("RGB"), np.int16) for frame in ImageSequence.Iterator(image)]
+    assert len(frames) == 33
+    columns = [np.nonzero(frame[..., 0] - frame[..., 1] > 100)[1].mean() for frame in (frames[0], frames[-1])]
+    assert columns[1] - columns[0] > 40  # the circle moves right
 
 
 @pytest.mark.ray
