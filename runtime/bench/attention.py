@@ -172,6 +172,8 @@ def bench_attention(config: RunConfig, asked: Experiment, *, worker: str = WORKE
     refuse_shadows()
     path = Path(config.run.dir).absolute() if config.run.dir is not None else None
     RunFolder.refuse(path)
+    exchange = config.parallel.exchange_dtype
+    asked = replace(asked, plans={name: replace(plan, exchange_dtype=exchange) for name, plan in asked.plans.items()})
     with terminated_by_signal(), make_progress(1, requests=len(asked.shapes), noun="shape", unit="round") as progress:
         recorder = _Recorder(config, asked, path, progress, registry, command)
         live = LiveRanks(config, progress.message)

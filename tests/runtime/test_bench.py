@@ -323,6 +323,21 @@ def test_a_bench_that_breaks_off_shows_what_it_has(tmp_path: Path, capsys: pytes
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
+def test_a_bench_exchanges_in_fp8_if_the_settings_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = composed(tmp_path / "run", 2, "parallel.exchange_dtype=fp8")
+    bench_attention(config, Experiment((SMALL,), parse_plans("ulysses,ring"), "REFERENCE", 1, False))
+
+    kernel, ulysses, ring = recorded(tmp_path / "run")["rows"]
+    assert (kernel["exactness"], ulysses["exactness"]) == ("exact", "lossy-quantised")
+    assert 1e-3 < ulysses["error"] < 0.1
+    assert (ring["outcome"], "parallel.exchange_dtype=fp8" in ring["why"]) == ("refused", True)
+    headings, *cells = capsys.readouterr().out.splitlines()[:4]
+    assert headings.split()[-1] == "exactness"
+    assert [cell.split()[-1] for cell in cells] == ["exact", "lossy-quantised", "-"]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
 def test_causal_attention_in_bfloat16_is_compared_with_its_own_rows(tmp_path: Path) -> None:
     config = composed(tmp_path / "run", 2, "run.dtype=bfloat16")
     folder = bench_attention(
