@@ -41,6 +41,7 @@ _HOMES = {
     "attention_context_of": "parallel.library",
     "compose": "configs.compose",
     "get_attn_backend_for_role": "backends.selector",
+    "get_diffusion_attn_backend_cls": "backends.selector",
     "register_diffusion_backend": "backends.registrations",
     "request_of": "runtime.requests",
     "sequence_parallel": "parallel.library",

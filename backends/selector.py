@@ -299,3 +299,29 @@ def get_attn_backend_for_role(
     entry = resolve_entry(role, role_category or requirements.kind, config)
     chose = entry.explicit if selection.source not in ("platform", "agreed") else None
     return registry.get_class(selection.backend), chose
+
+
+def get_diffusion_attn_backend_cls(
+    requirements: Requirements,
+    device: DeviceFacts,
+    *,
+    selected: str | None = None,
+    registry: Registry | None = None,
+    allow_trtllm_default: bool = False,
+) -> str:
+    """Return the qualified class path of the backend that a device's policy takes for a call.
+
+    Args:
+        requirements: What the call asks.
+        device: Where it runs.
+        selected: An explicit choice, a name or a member of an Enum; None leaves it to the device's priorities.
+        registry: The known backends; None is those that are built in or registered.
+        allow_trtllm_default: Whether an automatic choice may be a backend that asks for the model's permission.
+
+    Raises:
+        FaultError: With every fault of the explicit choice, or of all candidates.
+    """
+    known = Registry() if registry is None else registry
+    config = AttentionConfig(backend=selected)
+    role = requirements.kind
+    return select(role, requirements, device, config, known, allow_trtllm_default=allow_trtllm_default).class_path

@@ -15,7 +15,7 @@ from backends.interface import AttentionBackend, Requirements, Variant
 from backends.platforms.facts import DeviceFacts
 from backends.registrations import register_diffusion_backend
 from backends.registry import DiffusionAttentionBackendEnum, Registry
-from backends.selector import get_attn_backend_for_role, select
+from backends.selector import get_attn_backend_for_role, get_diffusion_attn_backend_cls, select
 from configs.faults import FaultError
 from configs.schema import AttentionConfig, AttentionSpec
 
@@ -54,6 +54,20 @@ def _nothing_stays() -> Iterator[None]:
     before = registrations._registrations
     yield
     registrations._registrations = before
+
+
+def test_the_policy_of_a_device_answers_with_the_path_of_a_class_that_serves() -> None:
+    hopper = DeviceFacts("cuda", (9, 0), packages={"fa3-fwd": "0.0.3"})
+    call = Requirements(128, 8, 8, "bfloat16", "self")
+    assert get_diffusion_attn_backend_cls(call, hopper) == DiffusionAttentionBackendEnum.FLASH_ATTN.get_path()
+    assert get_diffusion_attn_backend_cls(CALL, CPU, selected="REFERENCE") == REFERENCE.get_path()
+    other = Registry({"REFERENCE": REPLACEMENT})
+    assert get_diffusion_attn_backend_cls(CALL, CPU, selected=REFERENCE, registry=other) == REPLACEMENT
+
+
+def test_the_policy_of_a_device_refuses_an_explicit_choice_that_cannot_run() -> None:
+    with pytest.raises(FaultError, match="it runs on"):
+        get_diffusion_attn_backend_cls(CALL, CPU, selected="CUDNN_ATTN")
 
 
 def test_a_registration_replaces_a_members_path_and_not_its_value() -> None:
