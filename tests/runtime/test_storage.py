@@ -23,6 +23,7 @@ from parallel.events import Artefact, Event, Phase
 from runtime.bench.attention import Experiment, bench_attention
 from runtime.bench.grid import parse_plans, parse_shapes
 from runtime.bench.plot import plot
+from runtime.bench.record import Facts
 from runtime.bench.results import Row
 from runtime.errors import StorageError
 from runtime.generate import _Recorder
@@ -114,10 +115,10 @@ def _bench_folder_vanishes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench_disk_is_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(rows: Sequence[Row], file: Path) -> None:
+    def draw(rows: Sequence[Row], facts: Facts, file: Path) -> None:
         if file.is_relative_to(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        plot(rows, file)
+        plot(rows, facts, file)
 
     monkeypatch.setattr("runtime.bench.plot.plot", draw)
 
