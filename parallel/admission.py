@@ -96,19 +96,40 @@ class Admissions:
         return self  # a copied layer makes its calls among those of the others
 
     def admit(
-        self, rules: CallRules, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, *, lse: bool
+        self,
+        rules: CallRules,
+        qkv: QueryKeyValue,
+        metadata: AttentionMetadata,
+        plan: ShardPlan | None,
+        *,
+        lse: bool,
+        announced: Carried | None = None,
     ) -> None:
         """Agree on the first call with a plan, by one exchange over the control group; compare later ones with that
         agreement, on this rank alone.
 
         Calls of local layers and of a forward that was agreed on need no agreement of their own.
 
+        Args:
+            rules: Of the layer.
+            qkv: Query, key and value.
+            metadata: What the call carries beside them.
+            plan: Of the call, or None.
+            lse: Whether the call returns the log-sum-exp.
+            announced: What `Forwards.plan_for` checked for this call; None outside a forward.
+
         Raises:
-            ValueError, FaultError: As `CallRules.check`, and for a call that differs from the agreement on its plan.
+            ValueError, FaultError: As `CallRules.check`, and for a call that differs from the agreement on its plan or
+                from what was announced.
             RankDisagreementError: On every rank, if ranks are about to make different calls, or some refuse theirs.
         """
-        if rules.way.strategy == "local" or (isinstance(plan, ShardPlan) and plan.agreed):
+        if rules.way.strategy == "local":
             rules.check(*qkv, metadata, plan, lse=lse)
+            return
+        if isinstance(plan, ShardPlan) and plan.agreed:
+            rules.check(*qkv, metadata, plan, lse=lse)
+            if announced is not None:
+                _check_announced(rules, Carried.of(metadata), announced, lse=lse)
             return
         settled = None if plan is None else self._agreed.get(id(plan))
         if settled is None:
@@ -157,6 +178,19 @@ class Admissions:
         if len(self._agreed) >= PLANS_KEPT:
             self._agreed.pop(next(iter(self._agreed)))
         self._agreed[id(plan)] = call, plan
+
+
+def _check_announced(rules: CallRules, carried: Carried, announced: Carried, *, lse: bool) -> None:
+    """Raises ValueError for a call of an agreed forward whose exchange or answer would differ from the agreement."""
+    if carried != announced:
+        raise ValueError(
+            f"{rules.name}: the call carries {carried}, and plan_for was given {announced}; give both the same metadata"
+        )
+    if lse != rules.call.lse:
+        raise ValueError(
+            f"{rules.name}: the call {'returns' if lse else 'does not return'} log-sum-exps, and the layer was "
+            f"constructed with lse={rules.call.lse}; ranks of a forward call it as it was constructed"
+        )
 
 
 def _plan_text(plan: ShardPlan) -> str:

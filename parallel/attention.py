@@ -14,6 +14,7 @@ from backends.options import Blocks, Place, layer_options
 from backends.requirements import NO_FEATURES, Kind, Requirements
 from backends.variant import EVERYTHING
 from configs.faults import Fault
+from parallel.agreement import Carried
 from parallel.argument_types import layer_problem, wrong_streams
 from parallel.calls import CallRules, records_gradient
 from parallel.context import AttentionContext, current_context
@@ -156,6 +157,7 @@ class Attention(torch.nn.Module):
         )
         self._admissions, self._kept = self.context.admissions, self.context.kept
         self._reported = False
+        self.announced: Carried | None = None  # set by Forwards.plan_for, for the call that follows
 
     @property
     def strategy(self) -> Strategy:
@@ -247,7 +249,8 @@ class Attention(torch.nn.Module):
     def _attend_here(
         self, qkv: QueryKeyValue, metadata: AttentionMetadata, plan: ShardPlan | None, *, lse: bool
     ) -> Attended:
-        self._admissions.admit(self.rules, qkv, metadata, plan, lse=lse)
+        announced = None if self.strategy == "local" else self.announced  # a graph would guard on it
+        self._admissions.admit(self.rules, qkv, metadata, plan, lse=lse, announced=announced)
         query, key, value = qkv
         causal, kept = self.rules.call.causal, self._kept
         if self.strategy == "local":

@@ -183,14 +183,15 @@ class Forwards:
         """
         if self._held is None:
             raise RuntimeError(f"{self.name}: {layer.name} was called outside the model's own forward")
-        self._check_carried(layer, NO_METADATA if metadata is None else metadata)
+        layer.announced = self._checked_carried(layer, NO_METADATA if metadata is None else metadata)
         if query is not None and self._mesh.world_size > 1:
             self._check_tensors(layer, query)
         if self._mesh.world_size > 1 and not self._again:
             self._take_turn(layer)
         return self.plans.get(_shape(layer), self._held)
 
-    def _check_carried(self, layer: Attention, metadata: AttentionMetadata) -> None:
+    def _checked_carried(self, layer: Attention, metadata: AttentionMetadata) -> Carried:
+        """What a call carries. Raises ValueError if the ranks did not agree on it."""
         problem = wrong_types(metadata) or wrong_dimensions(metadata)
         if problem is not None:
             raise ValueError(f"{layer.name}: {problem}")
@@ -206,6 +207,7 @@ class Forwards:
                 f"{layer.name}: the call carries {carried}, and the ranks agreed on no values for this forward; give "
                 f"carried={{{layer.rules.role!r}: metadata}} to begin"
             )
+        return carried
 
     def _check_tensors(self, layer: Attention, query: torch.Tensor) -> None:
         """The dtype may be that of the layers, where inputs have another one: ranks have both alike."""

@@ -314,6 +314,23 @@ def test_a_forward_refuses_metadata_of_another_type_or_shape(given: Any) -> None
         forwards.begin(*USUAL.streams, batch=1, dtype=USUAL.dtype, carried={"self": given})
 
 
+@pytest.mark.parametrize("given", [None, metadata_of(replace(USUAL, carried=("full",)))], ids=["nothing", "full mask"])
+def test_a_call_with_other_metadata_than_its_plan_was_asked_for_is_refused(given: AttentionMetadata | None) -> None:
+    forwards = begun()
+    layer, plan = forwards.layers[0], forwards.plan_for(forwards.layers[0], metadata_of(USUAL))
+    mine = [take(tensor, plan.rows[0]) for tensor in tensors_of(USUAL)]
+    with pytest.raises(ValueError, match=r"and plan_for was given key_padding mask .*; give both the same metadata"):
+        layer(mine[0], mine[1], mine[2], given, plan=plan)
+
+
+def test_a_call_in_a_forward_returns_log_sum_exps_exactly_if_its_layer_was_constructed_to() -> None:
+    forwards = begun()
+    layer, plan = forwards.layers[0], forwards.plan_for(forwards.layers[0], metadata_of(USUAL))
+    mine = [take(tensor, plan.rows[0]) for tensor in tensors_of(USUAL)]
+    with pytest.raises(ValueError, match="the call returns log-sum-exps, and the layer was constructed with lse=False"):
+        layer.forward_with_lse(mine[0], mine[1], mine[2], metadata_of(USUAL), plan=plan)
+
+
 def test_the_error_of_a_layer_out_of_turn_survives_pickling() -> None:
     error = LayerOrderError("model", None, "layer 2")
     back = pickle.loads(pickle.dumps(error))
