@@ -147,6 +147,6 @@ def _probe(config: RunConfig, nodes: Sequence[ray_api.Node], registry: Registry)
     require_same_sources(answer["sources"], host)
     if not answer["gpus"]:
         rule = f"the node {host} offers GPUs, and nvidia-smi sees none there"
-        raise PlacementError([Fault("run.device", wanted, rule, "mend the driver, or use run.device=cpu")])
+        raise PlacementError([Fault("run.device", wanted, rule, "repair the driver, or use run.device=cpu")])
     name, capability, memory = answer["gpus"][0]
     return DeviceFacts("cuda", capability, name, memory, answer["packages"])

@@ -103,7 +103,7 @@ class LocalNode:
     def notice(self) -> str:
         """What to tell a user whose run went to the CPU because nvidia-smi failed; empty if it was not asked."""
         problem = self.query.problem if "query" in self.__dict__ else ""
-        return f"no GPU is used: {problem}; mend the driver, or set run.device=cpu" if problem else ""
+        return f"no GPU is used: {problem}; repair the driver, or set run.device=cpu" if problem else ""
 
     @property
     def no_gpu_rule(self) -> str:

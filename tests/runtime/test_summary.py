@@ -90,7 +90,7 @@ def test_the_driver_is_named_with_its_command_and_when_it_began() -> None:
 
 def test_the_reason_for_a_run_without_gpus_is_kept() -> None:
     assert built()["device_notice"] is None
-    notice = "no GPU is used: nvidia-smi failed with exit code 9; mend the driver, or set run.device=cpu"
+    notice = "no GPU is used: nvidia-smi failed with exit code 9; repair the driver, or set run.device=cpu"
     assert built(device_notice=notice)["device_notice"] == notice
 
 
